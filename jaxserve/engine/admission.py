@@ -1,0 +1,69 @@
+"""The checks of a request that depend on the model, made before it reaches the engine.
+
+One function, used by `LLM` and by the front end, so both refuse the same things with the same words. Knows no text: the
+prompt is token ids here. What depends on the parameters alone is checked by `core.sampling_params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.info import EngineInfo
+from jaxserve.errors import InvalidRequest
+
+
+def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info: EngineInfo, *, priority: int = 0) -> SamplingParams:
+    """The parameters as the engine will use them; raises InvalidRequest for what this model cannot serve.
+
+    `max_tokens` is clamped to what the context leaves: clients use it as a cap, not as a demand.
+    """
+    num_prompt = len(prompt_token_ids)
+    if not num_prompt:
+        raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
+    if num_prompt >= info.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens; the model's context is {info.max_model_len} and one output token must fit: shorten the prompt.",
+            param="prompt",
+        )
+    _check_ids(prompt_token_ids, info.vocab_size, "prompt")
+    _check_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
+    _check_ids(list(params.logit_bias), info.vocab_size, "logit_bias")
+    _check_logprobs(params.logprobs, "logprobs", info)
+    _check_logprobs(params.prompt_logprobs, "prompt_logprobs", info)
+    if params.prompt_logprobs is not None and not info.has_prompt_logprobs:
+        raise InvalidRequest("prompt_logprobs is not enabled; start with --enable-prompt-logprobs.", param="prompt_logprobs")
+    if params.needs_penalty_slot and not info.max_penalty_slots:
+        raise InvalidRequest(
+            "penalties, logit_bias and min_tokens are disabled by --max-penalty-slots 0; raise it to use them.", param="max_penalty_slots"
+        )
+    if priority and info.scheduling_policy != "priority":
+        raise InvalidRequest(
+            f"priority is {priority}, but the scheduling policy is {info.scheduling_policy}; start with --scheduling-policy priority.",
+            param="priority",
+        )
+    rest = info.max_model_len - num_prompt
+    max_tokens = rest if params.max_tokens is None else min(params.max_tokens, rest)
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can follow a prompt of {num_prompt} tokens.",
+            param="min_tokens",
+        )
+    return params.with_changes(max_tokens=max_tokens)
+
+
+def _check_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
+    if not token_ids:
+        return
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(f"{name} holds token id {bad}; ids of this model are 0 to {vocab_size - 1}.", param=name)
+
+
+def _check_logprobs(value: int | None, name: str, info: EngineInfo) -> None:
+    if value is None or info.max_logprobs == -1:
+        return
+    if value == -1 or value > info.max_logprobs:
+        given = "the whole vocabulary" if value == -1 else str(value)
+        raise InvalidRequest(f"{name} asks for {given}; at most {info.max_logprobs} are allowed (--max-logprobs).", param=name)

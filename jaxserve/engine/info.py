@@ -1,0 +1,55 @@
+"""What the engine tells its front ends about itself: plain data that travels as JSON over EngineLink.
+
+Knows no JAX. Filled by `engine.build`; read by `engine.admission` and by everything in `serve`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """Facts that never change while the engine lives.
+
+    Attributes:
+        model_path: Directory of the converted checkpoint; the front end reads tokenizer and chat template there.
+        vocab_size: Rows of the embedding; token ids are below it.
+        max_logprobs: Most log-probabilities a request may ask for; -1 allows the whole vocabulary.
+        default_sampling_params: From the model's generation_config, empty where that is switched off.
+    """
+
+    model_path: str
+    model: str
+    model_type: str
+    architectures: tuple[str, ...] = ()
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    max_logprobs: int = 20
+    has_prompt_logprobs: bool = False
+    max_penalty_slots: int = 64
+    scheduling_policy: str = "fcfs"
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The object as a JSON document; `from_json` is its inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineInfo:
+        """Reads what `to_json` wrote."""
+        values = json.loads(text)
+        for name in ("architectures", "eos_token_ids"):
+            values[name] = tuple(values[name])
+        return cls(**values)
