@@ -1,0 +1,31 @@
+"""Settings of every test, of `tests/` and of the kernels: the CPU, strict JAX, no network, a cache of its own.
+
+The environment is set before anything imports JAX, and processes that tests start inherit it. This file itself imports no JAX,
+so the pure layers' tests stay fast. Fixtures are in `tests/conftest.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# A test reaches no hub; one about hubs sets HF_ENDPOINT to a stand-in of its own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("HF_TOKEN", None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep tests away from the user's settings and cache: checkpoints are converted anew, compiled programs are kept."""
+    for name in [name for name in os.environ if name.startswith("JAXSERVE_")]:
+        del os.environ[name]
+    cache = Path(tempfile.mkdtemp(prefix="jaxserve-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    if config.cache is not None:
+        (cache / "compile").symlink_to(config.cache.mkdir("jaxserve-compile"), target_is_directory=True)
+    os.environ["JAXSERVE_CACHE"] = str(cache)

@@ -1,0 +1,34 @@
+"""jaxserve: an LLM inference engine compiled by JAX/XLA.
+
+    from jaxserve import LLM, SamplingParams
+
+The names load on first use, so that `import jaxserve` loads neither JAX nor transformers. To read the engine, begin with
+`jaxserve.core`, then `jaxserve.engine.engine`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.core.sampling_params import SamplingParams
+    from jaxserve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_MODULES = {"LLM": "jaxserve.llm", "SamplingParams": "jaxserve.core.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,87 @@
+# Sourced by the scripts beside it: finds a Python, makes .venv and keeps it equal to requirements/*.txt.
+
+MIN_MINOR=12
+VENV=${JAXSERVE_VENV:-.venv}
+
+say() { printf '%s\n' "$*" >&2; }
+fail() { say "error: $*"; exit 1; }
+
+# True when the command really is a Python new enough (a pyenv shim may exist and yet fail).
+is_usable_python() {
+    "$1" -c "import sys, venv; sys.exit(not (sys.version_info[:2] >= (3, $MIN_MINOR)))" >/dev/null 2>&1
+}
+
+# Prints the path of a Python, newest tested versions first.
+find_python() {
+    local candidate pyenv_root=${PYENV_ROOT:-$HOME/.pyenv}
+    for candidate in "${PYTHON:-}" python3.12 python3.13 python3.14 python3 python \
+        "$pyenv_root"/versions/3.1[2-9]*/bin/python3 /usr/local/bin/python3.1[2-9] /opt/homebrew/bin/python3.1[2-9]; do
+        if [ -n "$candidate" ] && is_usable_python "$candidate"; then
+            "$candidate" -c 'import os, sys; print(os.path.realpath(sys.executable))'
+            return
+        fi
+    done
+    if command -v uv >/dev/null; then
+        # uv knows more places, and may install a Python of its own.
+        candidate=$(uv python find ">=3.$MIN_MINOR" 2>/dev/null) && is_usable_python "$candidate" && { echo "$candidate"; return; }
+        say "no Python 3.$MIN_MINOR or newer found; asking uv to install one ..."
+        uv python install "3.$MIN_MINOR" >&2 && uv python find "3.$MIN_MINOR" && return
+    fi
+    fail "no Python 3.$MIN_MINOR or newer (with its venv module) found on PATH, under pyenv or through uv. Install one, or point PYTHON at it:
+    Debian, Ubuntu: apt-get install python3 python3-venv     pyenv: pyenv install 3.$MIN_MINOR     uv: uv python install 3.$MIN_MINOR"
+}
+
+has_nvidia_driver() {
+    [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+}
+
+install_requirements() {
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python "$VENV/bin/python" --require-hashes "$@"
+    else
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes "$@"
+    fi
+}
+
+install_jaxserve() {
+    # Editable and from the locked build tools; its dependencies are there already.
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation --editable .
+    else
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+    fi
+}
+
+# ensure_environment PART...: .venv holds jaxserve and the requirements of core and of every PART (cuda12, dev).
+# A stamp for each part (hash of its lock, pyproject.toml and the Python) makes the second time quick.
+ensure_environment() {
+    local part python stamp missing=()
+    if [ -x "$VENV/bin/python" ] && ! is_usable_python "$VENV/bin/python"; then
+        say "$VENV holds no usable Python any more: making it anew"
+        rm -rf "$VENV"
+    fi
+    if [ ! -x "$VENV/bin/python" ]; then
+        python=$(find_python)
+        say "making $VENV with $("$python" --version) ($python)"
+        if command -v uv >/dev/null; then
+            uv venv --quiet --python "$python" "$VENV"
+        else
+            "$python" -m venv "$VENV"
+        fi
+    fi
+    for part in core "$@"; do
+        stamp=$({ "$VENV/bin/python" --version; cat "requirements/$part.txt" pyproject.toml; } | cksum)
+        [ "$(cat "$VENV/.installed-$part" 2>/dev/null)" = "$stamp" ] || missing+=("$part=$stamp")
+    done
+    [ ${#missing[@]} -eq 0 ] && return
+    for part in "${missing[@]}"; do
+        # The files of cuda12 and dev hold core too; installing core alone first would only take longer.
+        [ "${part%%=*}" = core ] && [ $# -gt 0 ] && [ ${#missing[@]} -gt 1 ] && continue
+        say "installing requirements/${part%%=*}.txt (a minute or two the first time) ..."
+        install_requirements -r "requirements/${part%%=*}.txt" || fail "installing requirements/${part%%=*}.txt failed; see above."
+    done
+    install_jaxserve || fail "installing jaxserve itself into $VENV failed; see above."
+    for part in "${missing[@]}"; do
+        printf '%s\n' "${part#*=}" >"$VENV/.installed-${part%%=*}"
+    done
+}
