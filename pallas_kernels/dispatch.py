@@ -1,0 +1,34 @@
+"""Which implementation runs: by what the machine can do, never by trial at run time.
+
+An implementation that is not available says why; `doctor` and the start-up summary print it. Next: an operation's `api`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import jax
+
+IMPLEMENTATIONS = ("cpu_native", "xla", "reference")
+"""Best first, among those that fit a platform."""
+
+
+def available() -> dict[str, str | None]:
+    """For each implementation None, or why this machine cannot run it. The first call may build the native kernel (seconds)."""
+    return {"cpu_native": "not built", "xla": None, "reference": None}
+
+
+def choose(platform: str) -> tuple[str, str]:
+    """The implementation for a JAX platform ("cpu", "gpu") and one clause that says why."""
+    if platform != "cpu":
+        return "reference", f"no kernel for {platform}"
+    return "reference", "no faster kernel is available"
+
+
+def load(operation: str, implementation: str) -> Callable[..., jax.Array]:
+    """The function of an operation's implementation. Raises ValueError naming what there is, or why it cannot run here."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention implementation {implementation!r} does not exist; choose one of {', '.join(IMPLEMENTATIONS)}")
+    module = importlib.import_module(f"pallas_kernels.{operation}.{implementation}")
+    return getattr(module, operation)
