@@ -1,0 +1,136 @@
+"""Station 5 of a token: a Plan becomes the packed arrays of a step, padded to a bucket. NumPy on the host only.
+
+Every call returns fresh arrays: `device_put` of a NumPy buffer aliases it on CPU, so a buffer that is still in flight must not be
+written again. What the sections mean is said in `runner.layout`; the traced other half is `runner.step`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.core.plan import Admission, Plan
+from jaxserve.runner.layout import ADMISSION_WORDS, PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
+
+
+class PreparedStep(NamedTuple):
+    """A plan on the host, ready to upload.
+
+    Attributes:
+        packed: int32, the array of `StepLayout`.
+        updates: int32 arrays [UPDATE_PAGE_WRITES, 4] to apply before the step, when the plan writes more page-table entries
+            than the step has room for.
+        wants_logprobs: True when any row asked for log-probabilities of its sampled token.
+    """
+
+    packed: np.ndarray
+    updates: list[np.ndarray]
+    wants_logprobs: bool
+
+
+def prepare(plan: Plan, layout: StepLayout, *, null_slot: int, null_penalty_slot: int) -> PreparedStep:
+    """Packs `plan` into `layout`'s bucket; rows keep the plan's order."""
+    packed = np.zeros(layout.size, np.int32)
+    view = {name: packed[s.offset : s.offset + int(np.prod(s.shape))].reshape(s.shape) for name, s in layout.sections.items()}
+    _fill_rows(plan, view, layout, null_slot)
+    _fill_admissions(plan.admissions, view["admissions"], null_slot, null_penalty_slot)
+    writes = np.array(plan.page_writes, np.int32).reshape(-1, PAGE_WRITE_WORDS)
+    room = layout.max_page_writes
+    updates = [_page_writes(writes[i : i + UPDATE_PAGE_WRITES], null_slot) for i in range(room, len(writes), UPDATE_PAGE_WRITES)]
+    _fill_page_writes(writes[:room], view["page_writes"], null_slot)
+    wants_logprobs = any(row.num_logprobs is not None for row in plan.rows)
+    view["wants_logprobs"][0] = wants_logprobs
+    return PreparedStep(packed, updates, wants_logprobs)
+
+
+def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null_slot: int) -> None:
+    rows = plan.rows
+    num_rows = len(rows)
+    view["row_slot"][:num_rows] = [row.slot for row in rows]
+    view["row_slot"][num_rows:] = null_slot
+    view["row_tokens"][:num_rows] = [row.num_tokens for row in rows]
+    sampled = [i for i, row in enumerate(rows) if row.is_sampled]
+    if layout.bucket.is_decode:
+        # Logits rows are the rows themselves: the head's input needs no gather.
+        view["logits_row"][:] = np.arange(layout.bucket.rows)
+        view["logits_row"][num_rows:] = layout.bucket.rows
+        view["is_sampled"][sampled] = 1
+    else:
+        view["logits_row"][: len(sampled)] = sampled
+        view["logits_row"][len(sampled) :] = layout.bucket.rows
+        view["is_sampled"][: len(sampled)] = 1
+    tokens: list[int] = []
+    for row in rows:
+        tokens.extend(row.token_ids or (-1,))
+    view["tokens"][: len(tokens)] = tokens
+    if layout.bucket.has_prompt_logprobs:
+        targets: list[int] = []
+        for row in rows:
+            targets.extend(row.prompt_targets or (-1,) * row.num_tokens)
+        view["targets"][: len(targets)] = targets
+        view["targets"][len(targets) :] = -1
+
+
+def _fill_admissions(admissions: tuple[Admission, ...], out: np.ndarray, null_slot: int, null_penalty_slot: int) -> None:
+    out[:, 0] = null_slot
+    for i, admission in enumerate(admissions):
+        params = admission.params
+        seed = admission.seed & (2**64 - 1)
+        ints = (
+            admission.slot,
+            admission.num_computed_tokens,
+            params.top_k,
+            seed >> 32,
+            seed & (2**32 - 1),
+            admission.num_prompt_tokens + params.min_tokens,
+            admission.rope_length,
+            null_penalty_slot if admission.penalty_slot is None else admission.penalty_slot,
+        )
+        floats = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        out[i, : len(ints)] = np.array(ints, np.uint64).astype(np.uint32).view(np.int32)
+        out[i, len(ints) : ADMISSION_WORDS] = np.array(floats, np.float32).view(np.int32)
+
+
+def _fill_page_writes(writes: np.ndarray, out: np.ndarray, null_slot: int) -> None:
+    out[: len(writes)] = writes
+    out[len(writes) :, 0] = null_slot
+
+
+def _page_writes(writes: np.ndarray, null_slot: int) -> np.ndarray:
+    out = np.zeros((UPDATE_PAGE_WRITES, PAGE_WRITE_WORDS), np.int32)
+    _fill_page_writes(writes, out, null_slot)
+    return out
+
+
+class PenaltyRow(NamedTuple):
+    """What the `admit` program writes into one penalty slot; arrays over the vocabulary [V]."""
+
+    output_counts: np.ndarray
+    is_in_prompt: np.ndarray
+    logit_bias: np.ndarray
+    is_stop: np.ndarray
+
+
+def prepare_penalty_row(admission: Admission, vocab_size: int) -> PenaltyRow:
+    """Counts and masks of a sequence that enters a penalty slot; a resumed one brings its output along."""
+    prompt = np.array(admission.token_ids[: admission.num_prompt_tokens], np.int64)
+    output = np.array(admission.token_ids[admission.num_prompt_tokens :], np.int64)
+    is_in_prompt = np.zeros(vocab_size, bool)
+    is_in_prompt[prompt] = True
+    logit_bias = np.zeros(vocab_size, np.float32)
+    for token_id, value in admission.params.logit_bias.items():
+        logit_bias[token_id] = value
+    is_stop = np.zeros(vocab_size, bool)
+    is_stop[list(admission.stop_token_ids)] = True
+    counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
+    return PenaltyRow(counts, is_in_prompt, logit_bias, is_stop)
+
+

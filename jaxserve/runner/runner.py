@@ -1,0 +1,248 @@
+"""Owns the device: weights, pages, slot state and the compiled programs; turns Plans into StepResults.
+
+One packed upload, one program and one asynchronous copy back for each step. Knows nothing of requests, stopping or page
+ownership. Built by `engine.build`; the traced code is in `runner.step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.arrays import KVPages, PenaltyState, SampledTokens, SlotState
+from jaxserve.core.buckets import Bucket, Buckets
+from jaxserve.core.events import Logprobs, StepResult
+from jaxserve.core.plan import Plan
+from jaxserve.models.load import split_model
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.compile import compile_all
+from jaxserve.runner.layout import PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
+from jaxserve.runner.prepare import prepare, prepare_penalty_row
+from jaxserve.runner.step import StepOutputs, admit, step, update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerShape:
+    """Every size that is part of the compiled programs.
+
+    Attributes:
+        num_pages: Length of each page array, the null page included.
+        num_logprobs: Width of the top log-probabilities that a step returns.
+        has_full_logprobs: Return the whole vocabulary instead.
+    """
+
+    buckets: Buckets
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_penalty_slots: int
+    num_logprobs: int = 20
+    has_full_logprobs: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """Slots with the null slot."""
+        return self.buckets.max_num_seqs + 1
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Length of a page table."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """One page array for each layer index of a group (see `arrays.KVPages`)."""
+    page = (shape.num_pages, 2, spec.num_kv_heads, shape.page_size, spec.head_dim)
+    return tuple(jax.ShapeDtypeStruct(page, dtype) for _ in range(spec.kv_groups[0].num_layers))
+
+
+def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:
+    """Shapes of the slot state."""
+    slots, ints, floats = shape.num_slots, jnp.int32, jnp.float32
+    per_slot = {name: jax.ShapeDtypeStruct((slots,), ints) for name in SlotState._fields}
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        per_slot[name] = jax.ShapeDtypeStruct((slots,), floats)
+    per_slot["page_tables"] = jax.ShapeDtypeStruct((slots, num_groups, shape.pages_per_sequence), ints)
+    per_slot["seed"] = jax.ShapeDtypeStruct((slots, 2), jnp.uint32)
+    return SlotState(**per_slot)
+
+
+def penalty_state_shapes(shape: RunnerShape, vocab_size: int) -> PenaltyState:
+    """Shapes of the penalty state."""
+    dtypes = {"output_counts": jnp.int32, "is_in_prompt": jnp.bool_, "logit_bias": jnp.float32, "is_stop": jnp.bool_}
+    return PenaltyState(**{name: jax.ShapeDtypeStruct((shape.max_penalty_slots + 1, vocab_size), d) for name, d in dtypes.items()})
+
+
+class ModelRunner:
+    """The device side of one engine. `compile` must be called before the first `run`."""
+
+    def __init__(self, model: Any, spec: ModelSpec, shape: RunnerShape, *, kv_dtype: Any, device: jax.Device) -> None:
+        self.spec, self.shape, self.device = spec, shape, device
+        self._graphdef, self._weights = split_model(model)
+        self._shapes = (
+            page_array_shapes(spec, shape, kv_dtype),
+            slot_state_shapes(shape, len(spec.kv_groups)),
+            penalty_state_shapes(shape, spec.vocab_size),
+        )
+        self._steps: dict[Bucket, Callable[..., Any]] = {}
+        self._update: Callable[..., Any]
+        self._admit: Callable[..., Any]
+        self._pages: KVPages
+        self._slots: SlotState
+        self._penalties: PenaltyState
+
+    def compile(self, progress: Callable[[int, int, float], None] | None = None) -> int:
+        """Compiles every program, allocates pages and state, and runs each program once on padding. Returns how many there are."""
+        programs: dict[Any, Any] = {bucket: self.lower(bucket) for bucket in self.shape.buckets.all()}
+        programs["update"], programs["admit"] = self._lower_update(), self._lower_admit()
+        compiled = compile_all(programs, progress)
+        self._update, self._admit = compiled.pop("update"), compiled.pop("admit")
+        self._steps = compiled
+        self.reset()
+        self._warm_up()
+        return len(programs)
+
+    def lower(self, bucket: Bucket) -> Callable[[], Any]:
+        """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
+        layout = self._layout(bucket)
+        traced = jax.jit(
+            partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3)
+        )
+        weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self._weights)
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        return lambda: traced.lower(weights, *self._shapes, packed)
+
+    def run(self, plan: Plan) -> PendingModelStep:
+        """Dispatches a plan; the tokens are copied back while the host goes on."""
+        bucket = self.shape.buckets.choose(plan)
+        null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
+        prepared = prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
+        for admission in plan.admissions:
+            if admission.penalty_slot is not None:
+                row = prepare_penalty_row(admission, self.spec.vocab_size)
+                self._penalties = self._admit(self._penalties, np.int32(admission.penalty_slot), *row)
+        for writes in prepared.updates:
+            self._slots = self._update(self._slots, writes)
+        outputs = self._dispatch(bucket, prepared.packed)
+        return PendingModelStep(plan, bucket, outputs, prepared.wants_logprobs)
+
+    def reset(self) -> None:
+        """Allocates pages, slot state and penalty state afresh, dropping what was there."""
+        self._drop_state()
+        zeros = partial(jnp.zeros, device=self.device)
+        pages, slots, penalties = self._shapes
+        self._pages = tuple(zeros(s.shape, s.dtype) for s in pages)
+        self._slots = SlotState(*(zeros(s.shape, s.dtype) for s in slots))
+        self._penalties = PenaltyState(*(zeros(s.shape, s.dtype) for s in penalties))
+
+    def close(self) -> None:
+        """Frees weights, pages and state on the device."""
+        self._drop_state()
+        for weight in self._weights:
+            weight.delete()
+        self._weights, self._steps = (), {}
+
+    def _drop_state(self) -> None:
+        # Freed before the new arrays are made: both would not fit.
+        for name in ("_pages", "_slots", "_penalties"):
+            for array in self.__dict__.pop(name, ()):
+                array.delete()
+
+    def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> StepOutputs:
+        program = self._steps[bucket]
+        self._pages, self._slots, self._penalties, outputs = program(self._weights, self._pages, self._slots, self._penalties, packed)
+        return outputs
+
+    def _layout(self, bucket: Bucket) -> StepLayout:
+        return StepLayout(bucket, len(self.spec.kv_groups), self.shape.page_size)
+
+    def _lower_update(self) -> Callable[[], Any]:
+        traced = jax.jit(update, donate_argnums=0)
+        writes = jax.ShapeDtypeStruct((UPDATE_PAGE_WRITES, PAGE_WRITE_WORDS), jnp.int32)
+        return lambda: traced.lower(self._shapes[1], writes)
+
+    def _lower_admit(self) -> Callable[[], Any]:
+        traced = jax.jit(admit, donate_argnums=0)
+        vocab = self.spec.vocab_size
+        row = [jax.ShapeDtypeStruct((vocab,), d) for d in (jnp.int32, jnp.bool_, jnp.float32, jnp.bool_)]
+        return lambda: traced.lower(self._shapes[2], jax.ShapeDtypeStruct((), jnp.int32), *row)
+
+    def _warm_up(self) -> None:
+        """Runs each program once on padding alone: first calls are slow, and a program that cannot run must fail at start-up."""
+        null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
+        plan = Plan(step_id=0, rows=())
+        for bucket in self._steps:
+            prepared = prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
+            self._dispatch(bucket, prepared.packed)
+        jax.block_until_ready(self._slots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PendingModelStep:
+    """A dispatched step whose outputs are on their way to the host."""
+
+    plan: Plan
+    bucket: Bucket
+    outputs: StepOutputs
+    wants_logprobs: bool
+
+    def __post_init__(self) -> None:
+        for array in self._arrays_to_copy():
+            array.copy_to_host_async()
+
+    def wait(self) -> StepResult:
+        """Blocks until the tokens are here; raises what the device raised."""
+        token_ids = np.asarray(self.outputs.sampled.token_id).tolist()
+        logits_rows = self._logits_rows()
+        tokens: list[int | None] = [None] * len(self.plan.rows)
+        logprobs: list[Logprobs | None] = [None] * len(self.plan.rows)
+        sampled = _on_host(self.outputs.sampled) if self.wants_logprobs else None
+        for i, row in logits_rows:
+            tokens[i] = token_ids[row]
+            num_logprobs = self.plan.rows[i].num_logprobs
+            if sampled is not None and num_logprobs is not None:
+                logprobs[i] = _logprobs_at(sampled, row, num_logprobs)
+        return StepResult(token_ids=tokens, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs())
+
+    def _logits_rows(self) -> list[tuple[int, int]]:
+        """Plan row and logits row of each sampled row."""
+        sampled = [i for i, row in enumerate(self.plan.rows) if row.is_sampled]
+        return [(i, i if self.bucket.is_decode else j) for j, i in enumerate(sampled)]
+
+    def _arrays_to_copy(self) -> list[jax.Array]:
+        outputs = self.outputs
+        arrays = list(outputs.sampled) if self.wants_logprobs else [outputs.sampled.token_id]
+        return arrays + (list(outputs.prompt) if outputs.prompt is not None else [])
+
+    def _prompt_logprobs(self) -> list[list[Logprobs] | None]:
+        if self.outputs.prompt is None:
+            return [None] * len(self.plan.rows)
+        prompt, first, result = _on_host(self.outputs.prompt), 0, []
+        for row in self.plan.rows:
+            entries = None
+            if row.num_prompt_logprobs is not None:
+                targets = row.prompt_targets
+                entries = [_logprobs_at(prompt, first + t, row.num_prompt_logprobs) for t in range(row.num_tokens) if targets[t] >= 0]
+            result.append(entries)
+            first += row.num_tokens
+        return result
+
+
+def _on_host(sampled: SampledTokens) -> SampledTokens:
+    return SampledTokens(*(np.asarray(array) for array in sampled))
+
+
+def _logprobs_at(sampled: SampledTokens, row: int, count: int) -> Logprobs:
+    """One row as plain values, best first; `count` -1 keeps the whole vocabulary as arrays."""
+    top_ids, top_logprobs = sampled.top_ids[row], sampled.top_logprobs[row]
+    if count >= 0:
+        # A stable sort leaves `top_k` results as they are and orders a whole vocabulary.
+        best = np.argsort(-top_logprobs, kind="stable")[:count]
+        top_ids, top_logprobs = top_ids[best].tolist(), top_logprobs[best].tolist()
+    return Logprobs(int(sampled.token_id[row]), float(sampled.logprob[row]), int(sampled.rank[row]), top_ids, top_logprobs)
