@@ -1,18 +1,36 @@
 """Every setting of the engine and the server, each default written once.
 
 Frozen: a resolved value makes a new object. Knows no JAX. `metadata` of a field carries its help text (and other flag
-spellings); flags, environment variables, the configuration file and the docs table are all generated from it.
+spellings); flags, environment variables and the configuration file are all generated from it by `jaxserve.settings`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from jaxserve.errors import ConfigError
 
-def setting(default: Any, help_text: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = (), kind: str = "") -> Any:
-    """A dataclass field with a default, its help text and, for flags, aliases, choices and a kind ("bytes", "tokens")."""
-    return field(default=default, metadata={"help": help_text, "aliases": aliases, "choices": choices, "kind": kind})
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    group: str = "model",
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    kind: str = "",
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A dataclass field with a default, its help text, the allowed range and, for flags, group, aliases, choices and a kind.
+
+    The kind says how text is read: "bytes" (`4GiB`), "count" (`32k`), "auto" (`auto` means None) or "" (by the type alone).
+    """
+    metadata = {"help": help_text, "group": group, "aliases": aliases, "choices": choices, "kind": kind, "low": low, "high": high}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,30 +41,63 @@ class EngineConfig:
     """A converted checkpoint, a Hugging Face directory, a GGUF file or a hub id."""
     revision: str | None = setting(None, "Revision of a hub id.")
     dtype: str = setting(
-        "auto", "Weights and activations; auto is the checkpoint's on GPU, what a probe finds faster on CPU.",
+        "auto",
+        "Weights and activations; auto is the checkpoint's on GPU, what a probe finds faster on CPU.",
         choices=("auto", "bfloat16", "float16", "float32"),
-    )  # fmt: skip
+    )
     device: str = setting("auto", "Where the model runs.", choices=("auto", "cpu", "gpu"))
-    max_model_len: int | None = setting(None, "Longest sequence, prompt and output together.", kind="tokens")
+    max_model_len: int | None = setting(None, "Longest sequence, prompt and output together.", kind="count", low=1)
     generation_config: str = setting("auto", "Default sampling parameters: the model's own, or vLLM's.", choices=("auto", "vllm"))
-    max_logprobs: int = setting(20, "Most log-probabilities a request may ask for; -1 allows the whole vocabulary.")
+    max_logprobs: int = setting(20, "Most log-probabilities a request may ask for; -1 allows the whole vocabulary.", low=-1)
     enable_prompt_logprobs: bool = setting(False, "Compile the programs that prompt_logprobs needs.")
 
-    page_size: int = setting(16, "Tokens in a KV page, a power of two from 8 to 256.", aliases=("block-size",))
-    num_pages: int | None = setting(None, "KV pages, overriding what memory allows.", aliases=("num-gpu-blocks-override",))
-    kv_cache_memory_bytes: int | None = setting(None, "Memory for KV pages, such as 4GiB.", kind="bytes")
-    gpu_memory_utilization: float = setting(0.92, "Share of a GPU's memory that jaxserve may take.")
-    enable_prefix_caching: bool = setting(True, "Reuse pages of equal prompt beginnings.")
+    page_size: int = setting(
+        16, "Tokens in a KV page, a power of two from 8 to 256.", group="cache", aliases=("block_size",), low=8, high=256
+    )
+    num_pages: int | None = setting(
+        None, "KV pages, overriding what memory allows.", group="cache", aliases=("num_gpu_blocks_override",), low=2
+    )
+    kv_cache_memory_bytes: int | None = setting(None, "Memory for KV pages, such as 4GiB.", group="cache", kind="bytes", low=1)
+    gpu_memory_utilization: float = setting(0.92, "Share of a GPU's memory that jaxserve may take.", group="cache", low=0.01, high=1.0)
+    enable_prefix_caching: bool = setting(True, "Reuse pages of equal prompt beginnings.", group="cache")
 
-    max_num_batched_tokens: int | None = setting(None, "Token budget of one step.", kind="tokens")
-    max_num_seqs: int | None = setting(None, "Most sequences running at once.")
-    scheduling_policy: str = setting("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
-    long_prefill_token_threshold: int = setting(0, "Longest prefill chunk of one sequence in a step; 0 is no limit.", kind="tokens")
-    max_penalty_slots: int = setting(64, "Sequences that may use penalties, logit_bias or min_tokens at once.")
+    max_num_batched_tokens: int | None = setting(None, "Token budget of one step.", group="scheduler", kind="count", low=1)
+    max_num_seqs: int | None = setting(None, "Most sequences running at once.", group="scheduler", kind="count", low=1)
+    scheduling_policy: str = setting("fcfs", "Order of waiting requests.", group="scheduler", choices=("fcfs", "priority"))
+    long_prefill_token_threshold: int = setting(
+        0, "Longest prefill chunk of one sequence in a step; 0 is no limit.", group="scheduler", kind="count", low=0
+    )
+    max_penalty_slots: int = setting(64, "Sequences that may use penalties, logit_bias or min_tokens at once.", group="scheduler", low=0)
 
-    attention_backend: str = setting("auto", "Attention implementation.", choices=("auto", "reference", "xla", "cpu_native"))
-    compilation_cache_dir: str | None = setting(None, "Persistent compile cache; default under the jaxserve cache directory.")
-    num_threads: int | None = setting(None, "CPU threads; default from the CPU quota.")
+    attention_backend: str = setting(
+        "auto", "Attention implementation.", group="execution", choices=("auto", "reference", "xla", "cpu_native")
+    )
+    compilation_cache_dir: str | None = setting(
+        None, "Persistent compile cache; default under the jaxserve cache directory.", group="execution"
+    )
+    num_threads: int | None = setting(None, "CPU threads; default from the CPU quota.", group="execution", low=1)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size is {self.page_size}; it must be a power of two from 8 to 256.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of the front end: where it listens and under which names it serves the model."""
+
+    host: str = setting("127.0.0.1", "Address that HTTP and gRPC listen on.", group="server")
+    port: int = setting(8000, "HTTP port; 0 picks a free one.", group="server", low=0, high=65535)
+    grpc_port: int = setting(50051, "gRPC port; 0 picks a free one.", group="server", low=0, high=65535)
+    http_only: bool = setting(False, "Serve no gRPC.", group="server")
+    grpc_only: bool = setting(False, "Serve no HTTP.", group="server")
+    served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.http_only and self.grpc_only:
+            raise ConfigError("http_only and grpc_only are both set; give one of them, or neither to serve both.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +121,28 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = frozenset()
     rope_original_length: int | None = None
     """For RoPE whose table depends on the length: only pages below it, of sequences admitted at most that long, are cached."""
+
+
+def check_ranges(config: EngineConfig | ServerConfig) -> None:
+    """Raises ConfigError when a value is outside the choices or the range that its field declares."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        choices, low, high = (spec.metadata.get(key) for key in ("choices", "low", "high"))
+        if value is None:
+            continue
+        if choices and value not in choices:
+            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}.")
+        if (low is not None and value < low) or (high is not None and value > high):
+            limit = f"between {low} and {high}" if high is not None else f"at least {low}"
+            raise ConfigError(f"{spec.name} is {value}; it must be {limit}.")
+
+
+def cache_dir() -> Path:
+    """Where jaxserve keeps converted checkpoints and compiled programs: $JAXSERVE_CACHE, else under $XDG_CACHE_HOME or ~/.cache.
+
+    Made readable by its owner only, as what it holds is trusted when it is read back.
+    """
+    given = os.environ.get("JAXSERVE_CACHE")
+    path = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path

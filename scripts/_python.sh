@@ -1,7 +1,7 @@
 # Sourced by the scripts beside it: finds a Python, makes .venv and keeps it equal to requirements/*.txt.
 
 MIN_MINOR=12
-VENV=${JAXSERVE_VENV:-.venv}
+VENV=.venv
 
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
@@ -39,7 +39,7 @@ install_requirements() {
     if command -v uv >/dev/null; then
         uv pip install --quiet --python "$VENV/bin/python" --require-hashes "$@"
     else
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes "$@"
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes "$@"
     fi
 }
 
@@ -48,7 +48,7 @@ install_jaxserve() {
     if command -v uv >/dev/null; then
         uv pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation --editable .
     else
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
     fi
 }
 
