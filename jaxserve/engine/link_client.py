@@ -1,0 +1,186 @@
+"""A front end's side of EngineLink: one stream to one engine, many requests over it. asyncio; imports no JAX.
+
+    client = await EngineClient.connect("unix:/run/jaxserve/engine.sock")
+    with client.generate(request) as stream:       # leaving the block aborts what still runs
+        async for event in stream: ...
+
+Knows no text. When the engine goes away, every open request raises EngineUnavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import grpc
+
+from jaxserve.core.events import TokenEvent
+from jaxserve.core.request import Request
+from jaxserve.engine import link_codec, link_pb2, link_pb2_grpc
+from jaxserve.engine.info import EngineInfo
+from jaxserve.errors import EngineUnavailable, JaxserveError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A Unix socket needs no proxy; http_proxy in the environment would otherwise catch a TCP link.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class EventStream:
+    """The events of one request, in order, until each of its n sequences has finished.
+
+    Iterating raises InvalidRequest or Overloaded when the engine refuses the request and EngineUnavailable when it goes away.
+    """
+
+    def __init__(self, client: EngineClient, request: Request) -> None:
+        self._client = client
+        self._request_id = request.request_id
+        self._unfinished = set(range(request.params.n))
+        self._queue: asyncio.Queue[TokenEvent | JaxserveError] = asyncio.Queue()
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while self._unfinished:
+            item = await self._queue.get()
+            if isinstance(item, JaxserveError):
+                self._unfinished.clear()
+                raise item
+            if item.index not in self._unfinished:
+                continue
+            if item.finish_reason is not None:
+                self._unfinished.discard(item.index)
+            return item
+        raise StopAsyncIteration
+
+    def put(self, item: TokenEvent | JaxserveError) -> None:
+        """Called by the client when something arrives."""
+        self._queue.put_nowait(item)
+
+    def drop(self, index: int) -> None:
+        """Aborts one sequence and yields no more events of it (its text hit a stop string)."""
+        if index in self._unfinished:
+            self._unfinished.discard(index)
+            self._client.abort(self._request_id, index)
+
+    def close(self) -> None:
+        """Aborts whatever still runs; nothing more is yielded."""
+        if self._unfinished:
+            self._unfinished.clear()
+            self._client.abort(self._request_id)
+        self._client.forget(self._request_id)
+
+
+class EngineClient:
+    """One front end's connection to one engine. Use from one asyncio loop only."""
+
+    def __init__(self, channel: grpc.aio.Channel, stub: link_pb2_grpc.EngineLinkStub, info: EngineInfo) -> None:
+        self._channel = channel
+        self.info = info
+        self._streams: dict[str, EventStream] = {}
+        self._commands: asyncio.Queue[link_pb2.Command] = asyncio.Queue()
+        self._failure: str | None = None
+        self.closed = asyncio.Event()
+        """Set when the engine is gone."""
+        self._call = stub.Connect()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+
+    @classmethod
+    async def connect(cls, address: str, *, timeout_s: float = 30.0) -> EngineClient:
+        """Connects to `unix:/path` or `host:port`; raises EngineUnavailable when nothing answers in time."""
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        stub = link_pb2_grpc.EngineLinkStub(channel)
+        try:
+            response = await stub.GetInfo(link_pb2.GetInfoRequest(), wait_for_ready=True, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            raise EngineUnavailable(f"no engine answers at {address} within {timeout_s:g} s: {error.details()}") from None
+        return cls(channel, stub, EngineInfo.from_json(response.info_json))
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine is gone."""
+        return self._failure is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that this front end is waiting for."""
+        return len(self._streams)
+
+    def generate(self, request: Request) -> EventStream:
+        """Sends the request; its id must be unused. Raises EngineUnavailable when the engine is gone."""
+        if self._failure is not None:
+            raise EngineUnavailable(self._failure)
+        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+        stream = EventStream(self, request)
+        self._streams[request.request_id] = stream
+        self._commands.put_nowait(link_codec.encode_add(request))
+        return stream
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request or one of its sequences; a stream still open gets its events with finish_reason abort."""
+        if self._failure is None:
+            self._commands.put_nowait(link_codec.encode_abort(request_id, index))
+
+    def forget(self, request_id: str) -> None:
+        """Called by a stream that wants no more events."""
+        self._streams.pop(request_id, None)
+
+    async def close(self) -> None:
+        """Ends the connection; the engine aborts what is open."""
+        self._fail("this front end is shutting down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _receive(self) -> None:
+        reason = "the engine closed its connection"
+        try:
+            async for message in self._call:
+                for event in message.events:
+                    if (stream := self._streams.get(event.request_id)) is not None:
+                        stream.put(link_codec.decode_event(event))
+                for rejection in message.rejections:
+                    if (stream := self._streams.get(rejection.request_id)) is not None:
+                        stream.put(link_codec.decode_rejection(rejection))
+                reason = message.failure or reason
+        except grpc.aio.AioRpcError as error:
+            reason = f"the connection to the engine broke: {error.details()}"
+        finally:
+            self._fail(reason)
+
+    async def _send(self) -> None:
+        """Writes commands in order, all that wait in one message."""
+        while True:
+            commands = [await self._commands.get()]
+            while not self._commands.empty():
+                commands.append(self._commands.get_nowait())
+            try:
+                await self._call.write(link_pb2.ToEngine(commands=commands))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the receiving side reports why
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is not None:
+            return
+        self._failure = reason
+        if self._streams:
+            logger.error("%s; %d open requests fail", reason, len(self._streams))
+        for stream in self._streams.values():
+            stream.put(EngineUnavailable(reason))
+        self.closed.set()

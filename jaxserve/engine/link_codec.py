@@ -1,0 +1,142 @@
+"""The types of `jaxserve.core` as EngineLink messages and back. Pure functions; `link.proto` says what the fields mean.
+
+Only what the engine reads travels: the text side of the sampling parameters (stop strings, detokenize, ...) stays in the front
+end. Knows no sockets and no threads. Next: `link_server` (engine side) and `link_client` (front-end side).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import FinishReason
+from jaxserve.engine import link_pb2
+from jaxserve.errors import EngineUnavailable, InvalidRequest, JaxserveError, Overloaded, RequestFailed
+
+_OPTIONAL_PARAMS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_PLAIN_PARAMS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens",
+)  # fmt: skip
+_Kind = link_pb2.Rejection.Kind
+
+
+def encode_add(request: Request) -> link_pb2.Command:
+    """A command that queues the request."""
+    params = request.params
+    message = link_pb2.SamplingParams(
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=params.logit_bias,
+        **{name: getattr(params, name) for name in (*_PLAIN_PARAMS, *_OPTIONAL_PARAMS)},
+    )
+    add = link_pb2.Add(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        params=message,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    return link_pb2.Command(add=add)
+
+
+def decode_add(add: link_pb2.Add) -> Request:
+    """The request, arriving now."""
+    message = add.params
+    values = {name: getattr(message, name) for name in _PLAIN_PARAMS}
+    values |= {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL_PARAMS}
+    params = SamplingParams(stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), detokenize=False, **values)
+    return Request(
+        request_id=add.request_id,
+        prompt_token_ids=tuple(add.prompt_token_ids),
+        params=params,
+        arrival_time_s=time.monotonic(),
+        priority=add.priority,
+        cache_salt=add.cache_salt if add.HasField("cache_salt") else None,
+    )
+
+
+def encode_abort(request_id: str, index: int | None) -> link_pb2.Command:
+    """A command that ends a request, or one of its sequences."""
+    return link_pb2.Command(abort=link_pb2.Abort(request_id=request_id, index=index))
+
+
+def encode_event(event: TokenEvent) -> link_pb2.Event:
+    """One event; a prompt's leading None among its logprobs is left out and put back by `decode_event`."""
+    message = link_pb2.Event(
+        request_id=event.request_id,
+        index=event.index,
+        token_ids=event.token_ids,
+        num_prompt_tokens=event.num_prompt_tokens,
+        num_cached_tokens=event.num_cached_tokens,
+    )
+    if event.logprobs is not None:
+        message.has_logprobs = True
+        message.logprobs.extend(_encode_logprobs(event.logprobs))
+    if event.prompt_logprobs is not None:
+        message.has_prompt_logprobs = True
+        message.prompt_logprobs.extend(_encode_logprobs(entry for entry in event.prompt_logprobs if entry is not None))
+    if event.finish_reason is not None:
+        message.finish_reason = event.finish_reason.value
+    if event.stop_reason is not None:
+        message.stop_reason = event.stop_reason
+    if event.error is not None:
+        message.error = event.error
+    return message
+
+
+def decode_event(message: link_pb2.Event) -> TokenEvent:
+    """The inverse of `encode_event`."""
+    return TokenEvent(
+        request_id=message.request_id,
+        index=message.index,
+        token_ids=list(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        logprobs=_decode_logprobs(message.logprobs) if message.has_logprobs else None,
+        prompt_logprobs=[None, *_decode_logprobs(message.prompt_logprobs)] if message.has_prompt_logprobs else None,
+        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        stop_reason=message.stop_reason if message.HasField("stop_reason") else None,
+        error=message.error if message.HasField("error") else None,
+    )
+
+
+def encode_rejection(request_id: str, error: Exception) -> link_pb2.Rejection:
+    """Why the engine did not queue the request."""
+    match error:
+        case InvalidRequest():
+            return link_pb2.Rejection(request_id=request_id, kind=_Kind.INVALID_REQUEST, message=str(error), param=error.param)
+        case Overloaded():
+            kind = _Kind.OVERLOADED
+        case EngineUnavailable():
+            kind = _Kind.UNAVAILABLE
+        case _:
+            kind = _Kind.INTERNAL
+    return link_pb2.Rejection(request_id=request_id, kind=kind, message=str(error))
+
+
+def decode_rejection(message: link_pb2.Rejection) -> JaxserveError:
+    """The exception that the client of the request should see."""
+    match message.kind:
+        case _Kind.INVALID_REQUEST:
+            return InvalidRequest(message.message, param=message.param if message.HasField("param") else None)
+        case _Kind.OVERLOADED:
+            return Overloaded(message.message)
+        case _Kind.UNAVAILABLE:
+            return EngineUnavailable(message.message)
+        case _:
+            return RequestFailed(message.message)
+
+
+def _encode_logprobs(entries: Iterable[Logprobs]) -> list[link_pb2.Logprobs]:
+    return [
+        link_pb2.Logprobs(
+            token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs
+        )
+        for entry in entries
+    ]
+
+
+def _decode_logprobs(messages: Iterable[link_pb2.Logprobs]) -> list[Logprobs]:
+    return [Logprobs(m.token_id, m.logprob, m.rank, list(m.top_ids), list(m.top_logprobs)) for m in messages]

@@ -1,0 +1,214 @@
+"""The thread that owns the Engine: it takes commands from any thread, turns the engine while there is work, hands out events.
+
+A *client* here is whoever sends requests and owns them (one front end over EngineLink, or a caller in this process). Everything
+that touches the engine happens in the one thread; clients only put commands into its inbox. A client that disconnects has all of
+its requests aborted before the next step. Knows no sockets and no text. Next: `engine.engine` (one turn), `link_server`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from jaxserve.core.events import TokenEvent
+from jaxserve.core.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class StepEngine(Protocol):
+    """The part of `engine.Engine` that the loop turns."""
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises for one that can never run."""
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenEvent]:
+        """Ends a request or one of its sequences."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence waits or runs."""
+
+    def step(self) -> list[TokenEvent]:
+        """Advances the scheduled sequences; raises when the engine cannot go on."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What one turn of the loop produced for one client.
+
+    Attributes:
+        events: In order; of several requests.
+        rejections: Requests that the engine refused, with the reason.
+        failure: Set on the last output a client ever gets: the engine ends, and why.
+    """
+
+    events: list[TokenEvent] = field(default_factory=list)
+    rejections: list[tuple[str, Exception]] = field(default_factory=list)
+    failure: str | None = None
+
+
+class LoopClient:
+    """One owner of requests. Its methods may be called from any thread and never block."""
+
+    def __init__(self, inbox: SimpleQueue[Callable[[], None]], loop: EngineLoop, deliver: Callable[[Output], None]) -> None:
+        self._inbox = inbox
+        self._loop = loop
+        self.deliver = deliver
+        self.request_ids: set[str] = set()  # touched by the loop's thread only
+
+    def add(self, request: Request) -> None:
+        """Queues the request; a refusal comes back as an Output."""
+        self._inbox.put(lambda: self._loop._add(self, request))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request of this client; the events with `abort` come back as an Output."""
+        self._inbox.put(lambda: self._loop._abort(self, request_id, index))
+
+    def close(self) -> None:
+        """Aborts everything of this client and delivers nothing more."""
+        self._inbox.put(lambda: self._loop._disconnect(self))
+
+
+@dataclass(slots=True)
+class _Open:
+    client: LoopClient
+    num_unfinished: int
+
+
+class EngineLoop:
+    """Turns an engine in a thread of its own.
+
+    Args:
+        engine: Owned by the loop from `start` on; nobody else may call it.
+        on_failure: Called once from the loop's thread when the engine cannot go on.
+    """
+
+    def __init__(self, engine: StepEngine, *, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._engine = engine
+        self._on_failure = on_failure
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: dict[str, _Open] = {}
+        self._clients: set[LoopClient] = set()
+        self._outputs: dict[LoopClient, Output] = {}
+        self._failure: str | None = None
+        self._connect_lock = threading.Lock()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after the step it is in; open requests get a final Output that says so."""
+
+        def stop() -> None:
+            self._is_stopping = True
+
+        self._inbox.put(stop)
+        self._thread.join(timeout_s)
+
+    def connect(self, deliver: Callable[[Output], None]) -> LoopClient:
+        """A new client. `deliver` is called from the loop's thread, at most once a turn, and must not block."""
+        client = LoopClient(self._inbox, self, deliver)
+        with self._connect_lock:
+            if self._failure is None:
+                self._inbox.put(lambda: self._connect(client))
+            else:
+                deliver(Output(failure=self._failure))
+        return client
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_commands()
+                if self._engine.has_work and not self._is_stopping:
+                    self._emit(self._engine.step())
+                self._deliver()
+            self._end("the engine is shutting down")
+        except BaseException as error:
+            logger.critical("the engine cannot go on", exc_info=error)
+            self._end(f"the engine failed: {type(error).__name__}: {error}")
+            if self._on_failure is not None:
+                self._on_failure(error)
+
+    def _take_commands(self) -> None:
+        """Runs every command in the inbox; waits for one when there is nothing else to do."""
+        if not self._engine.has_work:
+            self._inbox.get()()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except Empty:
+                break
+            command()
+        # Refusals and aborts need not wait for the step that follows.
+        self._deliver()
+
+    def _connect(self, client: LoopClient) -> None:
+        self._clients.add(client)
+
+    def _disconnect(self, client: LoopClient) -> None:
+        self._clients.discard(client)
+        self._outputs.pop(client, None)
+        for request_id in client.request_ids:
+            self._engine.abort(request_id)
+            del self._open[request_id]
+        if client.request_ids:
+            logger.info("a client disconnected; aborted its %d open requests", len(client.request_ids))
+        client.request_ids.clear()
+
+    def _add(self, client: LoopClient, request: Request) -> None:
+        if client not in self._clients:
+            return
+        assert request.request_id not in self._open, f"request id {request.request_id} is in use"
+        try:
+            self._engine.add(request)
+        except Exception as error:
+            self._output(client).rejections.append((request.request_id, error))
+            return
+        self._open[request.request_id] = _Open(client, request.params.n)
+        client.request_ids.add(request.request_id)
+
+    def _abort(self, client: LoopClient, request_id: str, index: int | None) -> None:
+        if request_id in client.request_ids:
+            self._emit(self._engine.abort(request_id, index))
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        """Sorts events into the outputs of the clients that own them."""
+        for event in events:
+            request = self._open.get(event.request_id)
+            if request is None:
+                continue
+            self._output(request.client).events.append(event)
+            if event.finish_reason is None:
+                continue
+            request.num_unfinished -= 1
+            if not request.num_unfinished:
+                del self._open[event.request_id]
+                request.client.request_ids.discard(event.request_id)
+
+    def _output(self, client: LoopClient) -> Output:
+        return self._outputs.setdefault(client, Output())
+
+    def _deliver(self) -> None:
+        for client, output in self._outputs.items():
+            client.deliver(output)
+        self._outputs.clear()
+
+    def _end(self, reason: str) -> None:
+        """Tells every client, also one whose connect is still in the inbox, that nothing more will come."""
+        with self._connect_lock:
+            self._failure = reason
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        for client in self._clients:
+            output = self._output(client)
+            output.failure = reason
+        self._deliver()
+        self._clients.clear()

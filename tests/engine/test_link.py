@@ -1,0 +1,181 @@
+"""EngineLink end to end over a Unix socket: codec, streams, aborts and the loss of either side."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import FinishReason
+from jaxserve.engine import link_codec
+from jaxserve.engine.link_client import EngineClient
+from jaxserve.engine.link_server import start_link_server
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.errors import EngineUnavailable, InvalidRequest
+
+
+def request(request_id: str, *, prompt=(5,), **params) -> Request:
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
+
+
+@asynccontextmanager
+async def link(engine, info) -> AsyncIterator[tuple[EngineClient, EngineLoop, str]]:
+    with TemporaryDirectory() as directory:
+        address = f"unix:{directory}/private/engine.sock"
+        loop = EngineLoop(engine)
+        loop.start()
+        server = await start_link_server(loop, info, address)
+        assert (Path(directory) / "private").stat().st_mode & 0o777 == 0o700
+        client = await EngineClient.connect(address)
+        try:
+            yield client, loop, address
+        finally:
+            await client.close()
+            await server.stop(None)
+            await asyncio.to_thread(loop.stop)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_requests_keep_every_field():
+    params = SamplingParams(
+        n=2, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, presence_penalty=-1.5, frequency_penalty=0.3, repetition_penalty=1.1,
+        seed=-7, stop_token_ids=(3, 4), ignore_eos=True, max_tokens=9, min_tokens=2, logprobs=-1, prompt_logprobs=0, logit_bias={7: -2.5},
+        detokenize=False,
+    )  # fmt: skip
+    original = Request(request_id="r", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="salt")
+    decoded = link_codec.decode_add(link_codec.encode_add(original).add)
+    assert decoded.params == params
+    assert (decoded.request_id, decoded.prompt_token_ids, decoded.priority, decoded.cache_salt) == ("r", (1, 2), -3, "salt")
+    assert decoded.arrival_time_s > 0
+
+
+def test_absent_fields_stay_absent():
+    original = request("r", max_tokens=None)
+    decoded = link_codec.decode_add(link_codec.encode_add(original).add)
+    assert (decoded.params.max_tokens, decoded.params.seed, decoded.params.logprobs, decoded.cache_salt) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TokenEvent(request_id="r", index=1, token_ids=[7, 8], num_prompt_tokens=3, num_cached_tokens=2),
+        TokenEvent(
+            request_id="r", index=0, token_ids=[7], num_prompt_tokens=3, num_cached_tokens=2, finish_reason=FinishReason.STOP, stop_reason=7,
+            logprobs=[Logprobs(7, -0.5, 1, [7, 9], [-0.5, -math.inf])],
+            prompt_logprobs=[None, Logprobs(4, -1.5, 2, [], [])],
+        ),
+        TokenEvent(
+            request_id="r", index=0, token_ids=[], num_prompt_tokens=1, num_cached_tokens=0, prompt_logprobs=[None], logprobs=[],
+            finish_reason=FinishReason.ERROR, error="broken",
+        ),
+    ],
+)  # fmt: skip
+def test_events_keep_every_field(event):
+    assert link_codec.decode_event(link_codec.encode_event(event)) == event
+
+
+def test_generate_yields_all_events_of_all_sequences(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            assert client.info == engine_info
+            tokens: dict[int, list[int]] = {0: [], 1: []}
+            with client.generate(request("a", n=2, max_tokens=3)) as stream:
+                async for event in stream:
+                    tokens[event.index] += event.token_ids
+            assert tokens == {0: [5, 6, 7], 1: [6, 7, 8]}
+            assert client.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_leaving_the_stream_or_cancelling_aborts(engine, engine_info):
+    async def consume(client: EngineClient, request_id: str) -> None:
+        with client.generate(request(request_id, max_tokens=None)) as stream:
+            async for _ in stream:
+                pass
+
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            with client.generate(request("a", max_tokens=None)) as stream:
+                async for _ in stream:
+                    break
+            task = asyncio.create_task(consume(client, "b"))
+            await until(lambda: any(key[0] == "b" for key in engine.open))
+            task.cancel()
+            await until(lambda: not engine.open)
+
+    asyncio.run(main())
+
+
+def test_drop_ends_one_sequence_and_abort_reports(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            finished = []
+            with client.generate(request("a", n=3, max_tokens=None)) as stream:
+                async for event in stream:
+                    stream.drop(1)
+                    if event.index == 0 and not event.finish_reason:
+                        client.abort("a")
+                    if event.finish_reason:
+                        finished.append((event.index, event.finish_reason))
+            assert sorted(finished, key=str) == [(0, FinishReason.ABORT), (2, FinishReason.ABORT)]
+            assert not engine.open
+
+    asyncio.run(main())
+
+
+def test_a_refused_request_raises(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            with client.generate(request("a", prompt=[1] * 101)) as stream, pytest.raises(InvalidRequest, match="never fit") as caught:
+                await anext(stream)
+            assert caught.value.param == "prompt"
+
+    asyncio.run(main())
+
+
+def test_a_closed_front_end_frees_its_requests_and_others_go_on(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, address):
+            other = await EngineClient.connect(address)
+            client.generate(request("a", max_tokens=None))
+            stream = other.generate(request("b", max_tokens=300))
+            await until(lambda: len(engine.open) == 2)
+            await client.close()
+            await until(lambda: ("a", 0) not in engine.open)
+            assert len([event async for event in stream]) == 300
+            await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_engine_fails_every_open_request(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            engine.step_error = ValueError("device lost")
+            with client.generate(request("a")) as stream, pytest.raises(EngineUnavailable, match="device lost"):
+                await anext(stream)
+            await until(client.closed.is_set)
+            with pytest.raises(EngineUnavailable):
+                client.generate(request("b"))
+
+    asyncio.run(main())
+
+
+def test_no_engine_is_a_clear_error():
+    async def main() -> None:
+        with pytest.raises(EngineUnavailable, match="no engine answers at unix:/nowhere"):
+            await EngineClient.connect("unix:/nowhere/engine.sock", timeout_s=0.2)
+
+    asyncio.run(main())

@@ -1,0 +1,129 @@
+"""The loop's thread: who gets which events, aborts, disconnects and failures."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import FinishReason
+from jaxserve.engine.loop import EngineLoop, LoopClient, Output
+
+TIMEOUT_S = 10
+
+
+def request(request_id: str, *, prompt=(5,), max_tokens=3, n=1) -> Request:
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=max_tokens, n=n))
+
+
+@pytest.fixture
+def loop(engine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine)
+    loop.start()
+    yield loop
+    loop.stop(TIMEOUT_S)
+
+
+def connect(loop: EngineLoop) -> tuple[LoopClient, queue.SimpleQueue[Output]]:
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    return loop.connect(outputs.put), outputs
+
+
+def tokens_until_done(outputs, num_sequences: int) -> dict[tuple[str, int], list[int]]:
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while num_sequences:
+        for event in outputs.get(timeout=TIMEOUT_S).events:
+            tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+            num_sequences -= event.finish_reason is not None
+    return tokens
+
+
+def test_each_client_gets_its_own_events(loop):
+    (one, one_outputs), (two, two_outputs) = connect(loop), connect(loop)
+    one.add(request("a", prompt=(5,)))
+    one.add(request("b", prompt=(10, 10), n=2))
+    two.add(request("c", prompt=(100,), max_tokens=2))
+    assert tokens_until_done(one_outputs, 3) == {("a", 0): [5, 6, 7], ("b", 0): [20, 21, 22], ("b", 1): [21, 22, 23]}
+    assert tokens_until_done(two_outputs, 1) == {("c", 0): [100, 101]}
+
+
+def test_a_step_is_one_output_for_a_client(loop, engine):
+    client, outputs = connect(loop)
+    gate = threading.Event()
+    loop._inbox.put(lambda: gate.wait(TIMEOUT_S) and None)  # both requests are queued before the first step
+    client.add(request("a"))
+    client.add(request("b"))
+    gate.set()
+    first = outputs.get(timeout=TIMEOUT_S)
+    assert {event.request_id for event in first.events} == {"a", "b"}
+
+
+def test_abort_returns_events_and_ends_the_request(loop, engine):
+    client, outputs = connect(loop)
+    client.add(request("a", max_tokens=None, n=2))
+    outputs.get(timeout=TIMEOUT_S)
+    client.abort("a", 1)
+    finished = []
+    while not finished:
+        finished = [event for event in outputs.get(timeout=TIMEOUT_S).events if event.finish_reason]
+    assert [(event.index, event.finish_reason) for event in finished] == [(1, FinishReason.ABORT)]
+    client.abort("a")
+    client.abort("unknown")
+    tokens_until_done(outputs, 1)
+    assert not engine.open
+
+
+def test_one_client_cannot_abort_another_ones_request(loop, engine):
+    (one, one_outputs), (two, _) = connect(loop), connect(loop)
+    one.add(request("a", max_tokens=200))
+    two.abort("a")
+    assert len(tokens_until_done(one_outputs, 1)["a", 0]) == 200
+
+
+def test_disconnect_aborts_all_of_a_clients_requests(loop, engine):
+    (one, one_outputs), (two, two_outputs) = connect(loop), connect(loop)
+    one.add(request("a", max_tokens=None))
+    one.add(request("b", max_tokens=None))
+    one_outputs.get(timeout=TIMEOUT_S)
+    one.close()
+    two.add(request("c"))
+    tokens_until_done(two_outputs, 1)
+    assert not engine.open
+
+
+def test_a_refused_request_is_a_rejection(loop):
+    client, outputs = connect(loop)
+    client.add(request("a", prompt=[1] * 101))
+    [(request_id, error)] = outputs.get(timeout=TIMEOUT_S).rejections
+    assert request_id == "a"
+    assert "never fit" in str(error)
+
+
+def test_a_fatal_step_tells_every_client(engine):
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    loop = EngineLoop(engine, on_failure=failures.put)
+    loop.start()
+    (one, one_outputs), (_, two_outputs) = connect(loop), connect(loop)
+    engine.step_error = ValueError("device lost")
+    one.add(request("a"))
+    for outputs in (one_outputs, two_outputs):
+        assert "device lost" in (outputs.get(timeout=TIMEOUT_S).failure or "")
+    assert failures.get(timeout=TIMEOUT_S) is engine.step_error
+    _, late = connect(loop)
+    assert "device lost" in (late.get(timeout=TIMEOUT_S).failure or "")
+
+
+def test_stop_ends_open_requests(engine):
+    loop = EngineLoop(engine)
+    loop.start()
+    client, outputs = connect(loop)
+    client.add(request("a", max_tokens=None))
+    outputs.get(timeout=TIMEOUT_S)
+    loop.stop(TIMEOUT_S)
+    last = None
+    while not outputs.empty():
+        last = outputs.get()
+    assert last is not None
+    assert last.failure == "the engine is shutting down"
