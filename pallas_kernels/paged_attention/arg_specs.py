@@ -1,0 +1,146 @@
+"""The one list of shapes that tests and the bench of `paged_attention` share, and the arrays that belong to a shape.
+
+The arrays are hostile on purpose: NaN in the null page, in the unwritten tail of every row's last page and in pages that no row
+owns, and page-table entries past the length that point there or nowhere. An implementation that reads what it must not shows
+it. Next: `test_paged_attention`, `bench_paged_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One step's shape.
+
+    Attributes:
+        rows: For each row (tokens computed, positions that hold keys after them); decode rows first.
+        num_padding_rows, num_padding_tokens: Appended after the real ones.
+        max_pages: Width of the page table.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int
+    num_padding_rows: int = 0
+    num_padding_tokens: int = 0
+    page_dtype: str = "float32"
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    is_decode: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return sum(count for count, _ in self.rows) + self.num_padding_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the rows hold: what one layer must read at least once (no window)."""
+        item = np.dtype(DTYPES[self.page_dtype]).itemsize
+        return sum(length for _, length in self.rows) * 2 * self.num_kv_heads * self.head_dim * item
+
+
+class AttentionArgs(NamedTuple):
+    """The positional arguments of `api.paged_attention`, as NumPy arrays."""
+
+    q: np.ndarray
+    pages: np.ndarray
+    page_tables: np.ndarray
+    row_start: np.ndarray
+    kv_length: np.ndarray
+    token_row: np.ndarray
+    position: np.ndarray
+
+
+def make_args(spec: AttentionSpec, seed: int = 0) -> AttentionArgs:
+    """Random arrays of a shape; the physical order of pages is random too, and follows the seed alone."""
+    rng = np.random.default_rng(seed)
+    num_rows = len(spec.rows) + spec.num_padding_rows
+    pages_of_row = [-(-length // spec.page_size) for _, length in spec.rows]
+    num_spare = 2
+    num_pages = 1 + sum(pages_of_row) + num_spare
+    shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    pages = np.full(shape, np.nan, np.float32)
+    free = rng.permutation(np.arange(1, num_pages))
+    spare = free[:num_spare]
+    out_of_range = np.array([num_pages + 7, -3])
+    page_tables = rng.choice(np.concatenate((spare, out_of_range, [0])), (num_rows, spec.max_pages))
+    used = num_spare
+    for row, ((_, length), count) in enumerate(zip(spec.rows, pages_of_row, strict=True)):
+        page_tables[row, :count] = free[used : used + count]
+        for index in range(count):
+            filled = min(spec.page_size, length - index * spec.page_size)
+            pages[free[used + index], :, :, :filled] = rng.standard_normal((2, spec.num_kv_heads, filled, spec.head_dim))
+        used += count
+
+    counts = [count for count, _ in spec.rows] + [0] * spec.num_padding_rows
+    token_row = np.concatenate((np.repeat(np.arange(num_rows), counts), np.full(spec.num_padding_tokens, num_rows)))
+    position = np.concatenate([np.arange(length - count, length) for count, length in spec.rows] + [np.zeros(spec.num_padding_tokens)])
+    q = rng.standard_normal((spec.num_tokens, spec.num_heads, spec.head_dim))
+    return AttentionArgs(
+        q=q.astype(np.float32),
+        pages=pages.astype(DTYPES[spec.page_dtype]),
+        page_tables=page_tables.astype(np.int32),
+        row_start=np.cumsum([0, *counts]).astype(np.int32),
+        kv_length=np.array([length for _, length in spec.rows] + [0] * spec.num_padding_rows, np.int32),
+        token_row=token_row.astype(np.int32),
+        position=position.astype(np.int32),
+    )
+
+
+def make_sinks(spec: AttentionSpec) -> np.ndarray | None:
+    """One sink logit for each head, near the size of the scores; None when the shape has none."""
+    return np.linspace(-1.0, 2.0, spec.num_heads, dtype=np.float32) if spec.has_sinks else None
+
+
+DECODE = AttentionSpec(
+    name="decode", rows=((1, 1), (1, 16), (1, 17), (1, 90)), num_padding_rows=2, num_padding_tokens=2,
+    num_heads=6, num_kv_heads=2, head_dim=64, page_size=16, max_pages=8, is_decode=True,
+)  # fmt: skip
+MIXED = AttentionSpec(
+    name="mixed", rows=((1, 33), (1, 7), (5, 5), (40, 75), (2, 19)), num_padding_rows=1, num_padding_tokens=15,
+    num_heads=6, num_kv_heads=2, head_dim=64, page_size=16, max_pages=8,
+)  # fmt: skip
+
+
+def _variants() -> tuple[AttentionSpec, ...]:
+    from dataclasses import replace
+
+    return (
+        DECODE,
+        MIXED,
+        replace(DECODE, name="decode-bf16", page_dtype="bfloat16"),
+        replace(MIXED, name="mixed-bf16", page_dtype="bfloat16", num_heads=8, head_dim=128),
+        replace(MIXED, name="mixed-f16", page_dtype="float16", num_heads=2),
+        replace(DECODE, name="decode-odd", num_heads=7, num_kv_heads=1, head_dim=40, page_size=8, max_pages=13),
+        replace(MIXED, name="mixed-odd", num_heads=7, num_kv_heads=1, head_dim=8, page_size=128, max_pages=1),
+        replace(DECODE, name="decode-all", window=16, soft_cap=3.0, has_sinks=True),
+        replace(MIXED, name="mixed-all", window=9, soft_cap=3.0, has_sinks=True),
+    )
+
+
+TEST_SPECS: tuple[AttentionSpec, ...] = _variants()
+"""Few and small: each compiles for each implementation."""
+
+BENCH_SPECS: tuple[AttentionSpec, ...] = tuple(
+    AttentionSpec(
+        name=f"{kind}-{dtype}", rows=rows, num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, max_pages=16,
+        page_dtype=dtype, is_decode=kind == "decode",
+    )
+    for kind, rows in (("decode", ((1, 128),) * 32), ("mixed", ((1, 128),) * 16 + ((112, 240),)))
+    for dtype in ("bfloat16", "float32")
+)  # fmt: skip
+"""SmolLM2-135M's heads: 32 rows with 128 of 256 positions filled, and a step that mixes decode rows with a chunk."""

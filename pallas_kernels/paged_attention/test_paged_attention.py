@@ -1,0 +1,143 @@
+"""Attention over pages: the reference against a brute-force loop, every other implementation against the reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, paged_attention, write_kv
+from pallas_kernels.paged_attention.arg_specs import DECODE, MIXED, TEST_SPECS, AttentionArgs, AttentionSpec, make_args, make_sinks
+
+FAST = [name for name, reason in dispatch.available().items() if reason is None and name != "reference"]
+SCALE = 0.125
+
+
+def run(spec: AttentionSpec, args: AttentionArgs, implementation: str, **overrides: object) -> np.ndarray:
+    options = {"window": spec.window, "soft_cap": spec.soft_cap, "sinks": make_sinks(spec)} | overrides
+    call = jax.jit(lambda *a: paged_attention(*a, is_decode=spec.is_decode, scale=SCALE, implementation=implementation, **options))
+    return np.asarray(call(*args))
+
+
+def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
+    """One token and one head at a time in float64, touching only the keys that the token may see."""
+    q, pages, tables, _, kv_length, token_row, position = args
+    sinks = make_sinks(spec)
+    out = np.zeros(q.shape)
+    for token, row in enumerate(token_row):
+        if row == len(kv_length):
+            continue
+        last = min(position[token], kv_length[row] - 1)
+        first = 0 if spec.window is None else max(0, last - spec.window + 1)
+        for head in range(spec.num_heads if kv_length[row] else 0):
+            kv_head = head // (spec.num_heads // spec.num_kv_heads)
+            keys, values = [], []
+            for s in range(first, last + 1):
+                page = pages[tables[row, s // spec.page_size], :, kv_head, s % spec.page_size].astype(np.float64)
+                keys.append(page[0])
+                values.append(page[1])
+            scores = np.array(keys) @ q[token, head].astype(np.float64) * SCALE
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
+            weights = np.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
+            out[token, head] = weights @ np.array(values) / total
+    return out
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, args: AttentionArgs) -> None:
+    """Within 1e-5 of the largest value: all implementations compute in float32 whatever the pages' dtype."""
+    largest = np.nanmax(np.abs(args.pages[:, 1].astype(np.float32)))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("spec", TEST_SPECS, ids=lambda spec: spec.name)
+def test_reference_is_the_definition(spec: AttentionSpec) -> None:
+    args = make_args(spec)
+    assert_close(run(spec, args, "reference"), brute_force(spec, args), args)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("spec", TEST_SPECS, ids=lambda spec: spec.name)
+def test_equals_reference(spec: AttentionSpec, implementation: str) -> None:
+    args = make_args(spec)
+    out = run(spec, args, implementation)
+    assert_close(out, run(spec, args, "reference"), args)
+    assert not out[args.token_row == len(args.kv_length)].any(), "padding tokens give 0"
+
+
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("spec", [DECODE, MIXED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("distance", [-1, 0, 1])
+def test_window_edges(spec: AttentionSpec, implementation: str, distance: int) -> None:
+    """The window just below, at and just above the length of a row (its last token sees all but one key, or all)."""
+    spec = replace(spec, window=spec.rows[1][1] + distance if spec.is_decode else 75 + distance)
+    args = make_args(spec)
+    assert_close(run(spec, args, implementation), brute_force(spec, args), args)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("spec", [DECODE, MIXED], ids=lambda spec: spec.name)
+def test_the_place_of_pages_does_not_matter(spec: AttentionSpec, implementation: str) -> None:
+    """The same keys in other physical pages give the same bits."""
+    args = make_args(spec)
+    order = np.concatenate(([0], 1 + np.random.default_rng(5).permutation(len(args.pages) - 1)))
+    inverse = np.argsort(order)
+    is_page = (args.page_tables >= 0) & (args.page_tables < len(args.pages))
+    tables = np.where(is_page, inverse[np.where(is_page, args.page_tables, 0)], args.page_tables).astype(np.int32)
+    moved = args._replace(pages=args.pages[order], page_tables=tables)
+    np.testing.assert_array_equal(run(spec, args, implementation), run(spec, moved, implementation))
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_bf16_output(implementation: str) -> None:
+    """A bf16 query gives a bf16 output, one rounding away from the float32 one."""
+    spec = next(spec for spec in TEST_SPECS if spec.name == "mixed-bf16")
+    args = make_args(spec)
+    half = args._replace(q=args.q.astype(jnp.bfloat16))
+    out = run(spec, half, implementation)
+    assert out.dtype == jnp.bfloat16
+    exact = brute_force(spec, half._replace(q=half.q.astype(np.float32)))
+    largest = np.nanmax(np.abs(args.pages[:, 1].astype(np.float32)))
+    assert (np.abs(out.astype(np.float32) - exact) <= 1e-5 * largest + 2.0**-8 * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_page_past_two_to_the_31_bytes(implementation: str) -> None:
+    """Flat byte offsets into the page array need 64 bits."""
+    spec = replace(DECODE, rows=((1, 3),), num_padding_rows=1, num_padding_tokens=1, num_heads=2, num_kv_heads=1, head_dim=8, max_pages=1)
+    args = make_args(spec)
+    num_pages = 2**31 // args.pages[0].nbytes + 8
+    page = args.page_tables[0, 0]
+    far = jax.jit(lambda small: jnp.zeros((num_pages, *small.shape), jnp.float32).at[num_pages - 1].set(small))(args.pages[page])
+    tables = np.full_like(args.page_tables, num_pages - 1)
+    assert_close(run(spec, args._replace(pages=far, page_tables=tables), implementation), brute_force(spec, args), args)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_copies_no_pages(implementation: str, dtype: str) -> None:
+    """A donated page array is written and read by the compiled step with no copy or conversion of its size."""
+    spec = replace(DECODE, page_dtype=dtype)
+    args = make_args(spec)
+    kv = np.zeros((spec.num_tokens, spec.num_kv_heads, spec.head_dim), np.float32)
+    place = np.arange(spec.num_tokens, dtype=np.int32)
+
+    def step(pages: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pages = write_kv(pages, kv, kv, place, place)
+        return pages, paged_attention(args.q, pages, *rest, is_decode=True, scale=SCALE, implementation=implementation)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(args.pages, *args[2:]).compile()
+    shape = ",".join(map(str, args.pages.shape))
+    copies = re.findall(rf"= \w+\[{shape}\]\S* (?:copy|convert|transpose|copy-start)\(.*", compiled.as_text())
+    assert not copies, copies
+    assert compiled.memory_analysis().alias_size_in_bytes == args.pages.nbytes
+
+
+def test_unknown_implementation_names_the_choices() -> None:
+    with pytest.raises(ValueError, match="choose one of cpu_native, xla, reference"):
+        run(DECODE, make_args(DECODE), "magic")
