@@ -7,7 +7,7 @@ spellings); flags, environment variables and the configuration file are all gene
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def setting(
 ) -> Any:
     """A dataclass field with a default, its help text, the allowed range and, for flags, group, aliases, choices and a kind.
 
-    The kind says how text is read: "bytes" (`4GiB`), "count" (`32k`), "auto" (`auto` means None) or "" (by the type alone).
+    The kind says how text is read: "bytes" (`4GiB`), "count" (`32k`) or "" (by the type alone).
     """
     metadata = {"help": help_text, "group": group, "aliases": aliases, "choices": choices, "kind": kind, "low": low, "high": high}
     return field(default=default, metadata=metadata)
@@ -126,15 +126,21 @@ class SchedulerLimits:
 def check_ranges(config: EngineConfig | ServerConfig) -> None:
     """Raises ConfigError when a value is outside the choices or the range that its field declares."""
     for spec in fields(config):
-        value = getattr(config, spec.name)
-        choices, low, high = (spec.metadata.get(key) for key in ("choices", "low", "high"))
-        if value is None:
-            continue
-        if choices and value not in choices:
-            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}.")
-        if (low is not None and value < low) or (high is not None and value > high):
-            limit = f"between {low} and {high}" if high is not None else f"at least {low}"
-            raise ConfigError(f"{spec.name} is {value}; it must be {limit}.")
+        if message := range_error(spec, getattr(config, spec.name)):
+            raise ConfigError(message)
+
+
+def range_error(spec: Field[Any], value: Any) -> str:
+    """What is wrong with a field's value, or nothing."""
+    choices, low, high = (spec.metadata.get(key) for key in ("choices", "low", "high"))
+    if value is None:
+        return ""
+    if choices and value not in choices:
+        return f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}."
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        limit = f"between {low} and {high}" if high is not None else f"at least {low}"
+        return f"{spec.name} is {value}; it must be {limit}."
+    return ""
 
 
 def cache_dir() -> Path:

@@ -1,0 +1,214 @@
+"""The `jaxserve` command: picks the subcommand, turns flags into settings, and turns errors into one line and a status.
+
+Every import of an engine, a model or a server happens inside the subcommand that needs it, so that help and errors are quick.
+Names and values of the flags come from `jaxserve.settings`; what a command does lives below it in the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest, JaxserveError
+from jaxserve.settings import OTHER_VARIABLES, add_flags, nearest, resolve_settings
+
+SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "Most tokens to generate for each prompt."),
+    "min_tokens": (int, "Tokens before an end may be chosen."),
+    "temperature": (float, "Randomness; 0 always takes the most likely token."),
+    "top_p": (float, "Sample from the most likely tokens that reach this probability together."),
+    "top_k": (int, "Sample from this many of the most likely tokens."),
+    "min_p": (float, "Sample from tokens at least this likely, relative to the most likely one."),
+    "presence_penalty": (float, "Against tokens that were generated before."),
+    "frequency_penalty": (float, "The same, for each time they were generated."),
+    "repetition_penalty": (float, "Against tokens of the prompt and the output; 1 is off."),
+    "seed": (int, "Makes the output repeatable."),
+    "n": (int, "Outputs for each prompt."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 when it failed, 2 for a wrong flag, setting, checkpoint or prompt."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from jaxserve import __version__
+
+        print(f"jaxserve {__version__}")
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {arguments[0]!r}.{nearest(arguments[0], list(COMMANDS))} See `jaxserve --help`.")
+        return COMMANDS[arguments[0]][1](arguments[1:])
+    except JaxserveError as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | CheckpointError | InvalidRequest) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def serve(argv: Sequence[str]) -> int:
+    """`jaxserve serve MODEL`: engine, HTTP and gRPC until it is told to stop."""
+    parser = _parser("serve", "MODEL", "Serves a model over HTTP (OpenAI's protocol) and gRPC.")
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_MODEL_HELP)
+    _add_config_file(parser)
+    add_flags(parser, EngineConfig, ServerConfig)
+    arguments = _parse(parser, argv)
+    settings = resolve_settings(arguments, os.environ, arguments.get("config"))
+    from jaxserve.serve.supervisor import serve as run_servers
+
+    return run_servers(settings.engine, settings.server, settings.origins)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """`jaxserve generate MODEL PROMPT ...`: text on stdout, progress on stderr."""
+    parser = _parser(
+        "generate", "MODEL [PROMPT ...]", "Generates text for prompts given as arguments, or for the one read from standard input."
+    )
+    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="A prompt; without any, standard input is the prompt.")
+    parser.add_argument("--chat", action="store_true", help="Take each prompt as a user's message and use the chat template.")
+    parser.add_argument("--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="End before this text; repeatable.")
+    sampling = parser.add_argument_group("Sampling")
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+        sampling.add_argument(flag, dest=name, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=text)
+    _add_config_file(parser)
+    add_flags(parser, EngineConfig)
+    arguments = _parse(parser, argv)
+    settings = resolve_settings(arguments, os.environ, arguments.get("config"))
+    prompts = arguments["prompts"] or [_read_prompt()]
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    from jaxserve.llm import LLM
+
+    with LLM(**{spec.name: getattr(settings.engine, spec.name) for spec in fields(settings.engine)}) as llm:
+        params = llm.default_sampling_params().with_changes(
+            **{name: arguments[name] for name in (*SAMPLING_FLAGS, "stop") if name in arguments}
+        )
+        if arguments["chat"]:
+            results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+        else:
+            results = llm.generate(prompts, params)
+    for result in results:
+        for output in result.outputs:
+            print(output.text)
+    return 0
+
+
+def convert(argv: Sequence[str]) -> int:
+    """`jaxserve convert SRC DST`: the same as `python -m jaxserve.convert`."""
+    from jaxserve.convert.__main__ import main as convert_main
+
+    return convert_main(list(argv))
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """`jaxserve inspect CHECKPOINT`: what a converted checkpoint holds."""
+    parser = _parser("inspect", "CHECKPOINT", "Shows what a converted checkpoint holds.")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="Directory that `jaxserve convert` wrote.")
+    arguments = _parse(parser, argv)
+    from jaxserve.checkpoint import describe
+
+    print(describe(arguments["checkpoint"]))
+    return 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """`jaxserve doctor`: devices, versions, and what would be used and why."""
+    _parse(_parser("doctor", "", "Shows devices and versions, and what jaxserve would use and why."), argv)
+    from jaxserve.runner.device import report
+
+    print(report())
+    return 0
+
+
+def bench(argv: Sequence[str]) -> int:
+    """`jaxserve bench NAME`: runs `jaxserve.bench.NAME`."""
+    import jaxserve.bench
+
+    names = sorted(module.name for module in pkgutil.iter_modules(jaxserve.bench.__path__) if _has_main(module.name))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: jaxserve bench NAME [flags]\n\nBenchmarks: {', '.join(names)}")
+        return 0 if argv else 2
+    if argv[0] not in names:
+        raise ConfigError(f"unknown benchmark {argv[0]!r}; there are {', '.join(names)}.{nearest(argv[0], names)}")
+    result: int = importlib.import_module(f"jaxserve.bench.{argv[0]}").main(list(argv[1:]))
+    return result
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "serve": ("serve a model over HTTP and gRPC", serve),
+    "generate": ("generate text for a few prompts", generate),
+    "convert": ("convert a Hugging Face or GGUF checkpoint", convert),
+    "inspect": ("show what a converted checkpoint holds", inspect),
+    "doctor": ("show devices and versions, and what would be used", doctor),
+    "bench": ("measure", bench),
+}
+
+_MODEL_HELP = "A converted checkpoint, a Hugging Face directory, a GGUF file or a hub id."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See `{self.prog} --help`.")
+
+
+def _parser(command: str, operands: str, description: str) -> _Parser:
+    return _Parser(
+        prog=f"jaxserve {command}",
+        usage=f"jaxserve {command} {operands} [flags]".replace("  ", " "),
+        description=description,
+        allow_abbrev=False,
+    )
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of settings. A flag wins over a JAXSERVE_* variable, that over the file."
+    )
+    variables = "\n".join(f"  {name}: {text}" for name, text in OTHER_VARIABLES.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"Every setting can be given as JAXSERVE_NAME too, such as JAXSERVE_MAX_MODEL_LEN. Other variables:\n{variables}"
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        raise ConfigError(f"unknown argument {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], known)} See `{parser.prog} --help`.")
+    return vars(namespace)
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt; end it with Ctrl-D.", file=sys.stderr)
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _has_main(name: str) -> bool:
+    # What a benchmark has and a helper module beside it lacks; reading the text spares importing JAX.
+    spec = importlib.util.find_spec(f"jaxserve.bench.{name}")
+    return spec is not None and spec.origin is not None and "\ndef main(" in Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items()]
+    return "usage: jaxserve COMMAND [flags]\n\n" + "\n".join(lines) + "\n\n`jaxserve COMMAND --help` lists a command's flags."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Ranges of the settings, and where their values come from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config import EngineConfig, ServerConfig, cache_dir
+from jaxserve.errors import ConfigError
+from jaxserve.settings import add_flags, parse_value, resolve_settings
+
+
+def flags(*arguments: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig, ServerConfig)
+    return vars(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1M", 1_048_576),
+        ("1.5k", 1_500),
+        ("auto", None),
+        ("-1", None),
+        (-1, None),
+        (7, 7),
+    ],
+)
+def test_counts_are_read_as_vllm_reads_them(text: str | int, value: int | None) -> None:
+    assert parse_value("max_model_len", text, "here") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4GiB", 4 * 2**30), ("4 GiB", 4 * 2**30), ("4GB", 4 * 10**9), ("4G", 4 * 2**30), ("512MiB", 2**29), ("12B", 12)]
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_value("kv_cache_memory_bytes", text, "here") == value
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("max_model_len", "32q"),
+        ("max_model_len", "1.0001k"),
+        ("max_model_len", True),
+        ("max_num_seqs", "0"),
+        ("page_size", "16k"),
+        ("page_size", "512"),
+        ("gpu_memory_utilization", "nan"),
+        ("gpu_memory_utilization", "1.5"),
+        ("dtype", "int4"),
+        ("dtype", ["float32"]),
+        ("enable_prefix_caching", "maybe"),
+        ("served_model_name", ["a", 3]),
+        ("port", None),
+        ("port", "65536"),
+    ],
+)
+def test_a_bad_value_names_its_origin_and_itself(name: str, raw: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_value(name, raw, "settings.yaml")
+    assert str(caught.value).startswith(f"settings.yaml: {name} ")
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-model-len: 1k\nmax_num_seqs: 4\nport: 9000\ndtype: float32\nserved_model_name: [a, b]\n")
+    environ = {"JAXSERVE_MAX_NUM_SEQS": "5", "JAXSERVE_PORT": "9001", "JAXSERVE_CACHE": "/somewhere", "HOME": "/"}
+    settings = resolve_settings({"model": "m", "port": "9002", "config": file}, environ, file)
+    assert settings.engine == EngineConfig(model="m", max_model_len=1000, max_num_seqs=5, dtype="float32")
+    assert settings.server == ServerConfig(port=9002, served_model_name=("a", "b"))
+    assert settings.origins == {
+        "model": "--model",
+        "port": "--port",
+        "max_num_seqs": "JAXSERVE_MAX_NUM_SEQS",
+        "max_model_len": str(file),
+        "dtype": str(file),
+        "served_model_name": str(file),
+    }
+
+
+def test_a_value_equal_to_its_default_has_no_origin() -> None:
+    assert resolve_settings({"model": "m", "port": "8000"}, {}).origins == {"model": "--model"}
+
+
+def test_an_empty_variable_is_not_given() -> None:
+    assert resolve_settings({"model": "m"}, {"JAXSERVE_REVISION": ""}).engine.revision is None
+
+
+def test_flags_of_vllm() -> None:
+    given = flags("--no-enable-prefix-caching", "--block-size", "32", "--num-gpu-blocks-override", "99", "--served-model-name", "a", "b")
+    settings = resolve_settings({"model": "m", **given}, {})
+    assert (settings.engine.enable_prefix_caching, settings.engine.page_size, settings.engine.num_pages) == (False, 32, 99)
+    assert settings.server.served_model_name == ("a", "b")
+
+
+def test_every_setting_has_a_flag_that_reads_its_default_back() -> None:
+    for cls in (EngineConfig, ServerConfig):
+        for name, value in vars(cls(**({"model": "m"} if cls is EngineConfig else {}))).items():
+            if name != "model" and value != ():
+                assert parse_value(name, "auto" if value is None else str(value), "here") == value
+
+
+@pytest.mark.parametrize(
+    ("environ", "file", "message"),
+    [
+        ({"JAXSERVE_MAX_MODEL_LENGTH": "1"}, None, "JAXSERVE_MAX_MODEL_LENGTH. Did you mean JAXSERVE_MAX_MODEL_LEN?"),
+        ({"JAXSERVE_CACHES": "1"}, None, "JAXSERVE_CACHES. Did you mean JAXSERVE_CACHE?"),
+        ({}, "max-model-lne: 3", "'max-model-lne' in .* Did you mean max-model-len?"),
+        ({}, "[1, 2]", "must hold names and values, not a list"),
+        ({}, "a: [", "not valid YAML"),
+        ({}, "page_size: 12", "page_size is 12; it must be a power of two"),
+    ],
+)
+def test_what_is_unknown_or_wrong_is_named(tmp_path: Path, environ: dict[str, str], file: str | None, message: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(file or "")
+    with pytest.raises(ConfigError, match=message):
+        resolve_settings({"model": "m"}, environ, path)
+
+
+def test_a_missing_file_and_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        resolve_settings({"model": "m"}, {}, tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="no model given"):
+        resolve_settings({}, {})
+    assert resolve_settings({}, {"JAXSERVE_MODEL": "m"}).engine.model == "m"
+
+
+def test_http_only_and_grpc_only_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="both set"):
+        ServerConfig(http_only=True, grpc_only=True)
+
+
+def test_cache_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "given"))
+    assert cache_dir() == tmp_path / "given"
+    assert (tmp_path / "given").stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("JAXSERVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "jaxserve"

@@ -1,0 +1,45 @@
+"""The start-up summary, compared with a text written by hand."""
+
+from __future__ import annotations
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.startup_report import EngineFacts, changed_settings, format_bytes, stage_line, summary
+
+
+def test_summary() -> None:
+    facts = EngineFacts(
+        model="llama, 30 layers",
+        dtype="float32",
+        device="cpu, 2 threads",
+        attention="xla",
+        attention_reason="no compiler for cpu_native",
+        num_usable_pages=100,
+        page_size=16,
+        kv_cache_bytes=3 * 2**29,
+        max_model_len=640,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        num_programs=9,
+        num_cached_programs=4,
+    )
+    engine, server = EngineConfig(model="m", max_num_seqs=8), ServerConfig(served_model_name=("a", "b"))
+    changes = changed_settings(engine, server, {"model": "--model", "max_num_seqs": "JAXSERVE_MAX_NUM_SEQS", "served_model_name": "c.yaml"})
+    lines = [line.split(maxsplit=1) for line in summary(facts, {"HTTP": "http://127.0.0.1:8000"}, changes).splitlines()]
+    assert lines == [
+        ["model", "llama, 30 layers"],
+        ["dtype", "float32"],
+        ["device", "cpu, 2 threads"],
+        ["attention", "xla (no compiler for cpu_native)"],
+        ["KV", "cache                    100 pages x 16 = 1,600 tokens, 1.50 GiB"],
+        ["context", "640 tokens; 2.5 such sequences fit at once"],
+        ["step", "at most 8 sequences and 1,024 tokens"],
+        ["programs", "9, 4 of them from the compile cache"],
+        ["HTTP", "http://127.0.0.1:8000"],
+        ["max_num_seqs", "8 (from JAXSERVE_MAX_NUM_SEQS)"],
+        ["served_model_name", "a, b (from c.yaml)"],
+    ]
+
+
+def test_lines_and_sizes() -> None:
+    assert stage_line("compile", 12.345, "9 programs").split() == ["compile", "12.35", "s", "9", "programs"]
+    assert [format_bytes(size) for size in (0, 1023, 1536, 2**30)] == ["0 B", "1023 B", "1.50 KiB", "1.00 GiB"]
