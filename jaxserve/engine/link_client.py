@@ -1,7 +1,7 @@
 """A front end's side of EngineLink: one stream to one engine, many requests over it. asyncio; imports no JAX.
 
     client = await EngineClient.connect("unix:/run/jaxserve/engine.sock")
-    with client.generate(request) as stream:       # leaving the block aborts what still runs
+    with client.generate(request) as stream:       # or several requests; leaving the block aborts what still runs
         async for event in stream: ...
 
 Knows no text. When the engine goes away, every open request raises EngineUnavailable.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
 import grpc
@@ -34,15 +34,14 @@ CHANNEL_OPTIONS = [
 
 
 class EventStream:
-    """The events of one request, in order, until each of its n sequences has finished.
+    """The events of some requests, in the order they arrive, until each of their sequences has finished.
 
-    Iterating raises InvalidRequest or Overloaded when the engine refuses the request and EngineUnavailable when it goes away.
+    Iterating raises InvalidRequest or Overloaded when the engine refuses a request and EngineUnavailable when it goes away.
     """
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._client = client
-        self._request_id = request.request_id
-        self._unfinished = set(range(request.params.n))
+        self._unfinished = {request.request_id: set(range(request.params.n)) for request in requests}
         self._queue: asyncio.Queue[TokenEvent | JaxserveError] = asyncio.Queue()
 
     def __enter__(self) -> EventStream:
@@ -58,12 +57,12 @@ class EventStream:
         while self._unfinished:
             item = await self._queue.get()
             if isinstance(item, JaxserveError):
-                self._unfinished.clear()
+                self.close()
                 raise item
-            if item.index not in self._unfinished:
+            if item.index not in self._unfinished.get(item.request_id, ()):
                 continue
             if item.finish_reason is not None:
-                self._unfinished.discard(item.index)
+                self._finish(item.request_id, item.index)
             return item
         raise StopAsyncIteration
 
@@ -71,18 +70,25 @@ class EventStream:
         """Called by the client when something arrives."""
         self._queue.put_nowait(item)
 
-    def drop(self, index: int) -> None:
+    def drop(self, request_id: str, index: int) -> None:
         """Aborts one sequence and yields no more events of it (its text hit a stop string)."""
-        if index in self._unfinished:
-            self._unfinished.discard(index)
-            self._client.abort(self._request_id, index)
+        if index in self._unfinished.get(request_id, ()):
+            self._finish(request_id, index)
+            self._client.abort(request_id, index)
 
     def close(self) -> None:
         """Aborts whatever still runs; nothing more is yielded."""
-        if self._unfinished:
-            self._unfinished.clear()
-            self._client.abort(self._request_id)
-        self._client.forget(self._request_id)
+        for request_id in self._unfinished:
+            self._client.abort(request_id)
+            self._client.forget(request_id)
+        self._unfinished.clear()
+
+    def _finish(self, request_id: str, index: int) -> None:
+        indices = self._unfinished[request_id]
+        indices.discard(index)
+        if not indices:
+            del self._unfinished[request_id]
+            self._client.forget(request_id)
 
 
 class EngineClient:
@@ -121,14 +127,15 @@ class EngineClient:
         """Requests that this front end is waiting for."""
         return len(self._streams)
 
-    def generate(self, request: Request) -> EventStream:
-        """Sends the request; its id must be unused. Raises EngineUnavailable when the engine is gone."""
+    def generate(self, *requests: Request) -> EventStream:
+        """Sends requests; their ids must be unused. Raises EngineUnavailable when the engine is gone."""
         if self._failure is not None:
             raise EngineUnavailable(self._failure)
-        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
-        stream = EventStream(self, request)
-        self._streams[request.request_id] = stream
-        self._commands.put_nowait(link_codec.encode_add(request))
+        stream = EventStream(self, requests)
+        for request in requests:
+            assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+            self._streams[request.request_id] = stream
+            self._commands.put_nowait(link_codec.encode_add(request))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -181,6 +188,6 @@ class EngineClient:
         self._failure = reason
         if self._streams:
             logger.error("%s; %d open requests fail", reason, len(self._streams))
-        for stream in self._streams.values():
+        for stream in set(self._streams.values()):
             stream.put(EngineUnavailable(reason))
         self.closed.set()

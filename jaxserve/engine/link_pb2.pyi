@@ -1,11 +1,9 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -17,24 +15,24 @@ class GetInfoResponse(_message.Message):
     __slots__ = ("info_json",)
     INFO_JSON_FIELD_NUMBER: _ClassVar[int]
     info_json: str
-    def __init__(self, info_json: str | None = ...) -> None: ...
+    def __init__(self, info_json: _Optional[str] = ...) -> None: ...
 
 class ToEngine(_message.Message):
     __slots__ = ("commands",)
     COMMANDS_FIELD_NUMBER: _ClassVar[int]
     commands: _containers.RepeatedCompositeFieldContainer[Command]
-    def __init__(self, commands: _Iterable[Command | _Mapping] | None = ...) -> None: ...
+    def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("abort", "add")
+    __slots__ = ("add", "abort")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     add: Add
     abort: Abort
-    def __init__(self, add: Add | _Mapping | None = ..., abort: Abort | _Mapping | None = ...) -> None: ...
+    def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Add(_message.Message):
-    __slots__ = ("cache_salt", "params", "priority", "prompt_token_ids", "request_id")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "priority", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -45,50 +43,25 @@ class Add(_message.Message):
     params: SamplingParams
     priority: int
     cache_salt: str
-    def __init__(
-        self,
-        request_id: str | None = ...,
-        prompt_token_ids: _Iterable[int] | None = ...,
-        params: SamplingParams | _Mapping | None = ...,
-        priority: int | None = ...,
-        cache_salt: str | None = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("index", "request_id")
+    __slots__ = ("request_id", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
-    def __init__(self, request_id: str | None = ..., index: int | None = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = (
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "n",
-        "presence_penalty",
-        "prompt_logprobs",
-        "repetition_penalty",
-        "seed",
-        "stop_token_ids",
-        "temperature",
-        "top_k",
-        "top_p",
-    )
+    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: int
         value: float
-        def __init__(self, key: int | None = ..., value: float | None = ...) -> None: ...
-
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     N_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -121,56 +94,20 @@ class SamplingParams(_message.Message):
     logprobs: int
     prompt_logprobs: int
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(
-        self,
-        n: int | None = ...,
-        temperature: float | None = ...,
-        top_p: float | None = ...,
-        top_k: int | None = ...,
-        min_p: float | None = ...,
-        presence_penalty: float | None = ...,
-        frequency_penalty: float | None = ...,
-        repetition_penalty: float | None = ...,
-        seed: int | None = ...,
-        stop_token_ids: _Iterable[int] | None = ...,
-        ignore_eos: bool | None = ...,
-        max_tokens: int | None = ...,
-        min_tokens: int | None = ...,
-        logprobs: int | None = ...,
-        prompt_logprobs: int | None = ...,
-        logit_bias: _Mapping[int, float] | None = ...,
-    ) -> None: ...
+    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("events", "failure", "rejections")
+    __slots__ = ("events", "rejections", "failure")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     rejections: _containers.RepeatedCompositeFieldContainer[Rejection]
     failure: str
-    def __init__(
-        self,
-        events: _Iterable[Event | _Mapping] | None = ...,
-        rejections: _Iterable[Rejection | _Mapping] | None = ...,
-        failure: str | None = ...,
-    ) -> None: ...
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = (
-        "error",
-        "finish_reason",
-        "has_logprobs",
-        "has_prompt_logprobs",
-        "index",
-        "logprobs",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "prompt_logprobs",
-        "request_id",
-        "stop_reason",
-        "token_ids",
-    )
+    __slots__ = ("request_id", "index", "token_ids", "num_prompt_tokens", "num_cached_tokens", "has_logprobs", "logprobs", "has_prompt_logprobs", "prompt_logprobs", "finish_reason", "stop_reason", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -195,24 +132,10 @@ class Event(_message.Message):
     finish_reason: str
     stop_reason: int
     error: str
-    def __init__(
-        self,
-        request_id: str | None = ...,
-        index: int | None = ...,
-        token_ids: _Iterable[int] | None = ...,
-        num_prompt_tokens: int | None = ...,
-        num_cached_tokens: int | None = ...,
-        has_logprobs: bool | None = ...,
-        logprobs: _Iterable[Logprobs | _Mapping] | None = ...,
-        has_prompt_logprobs: bool | None = ...,
-        prompt_logprobs: _Iterable[Logprobs | _Mapping] | None = ...,
-        finish_reason: str | None = ...,
-        stop_reason: int | None = ...,
-        error: str | None = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., has_logprobs: _Optional[bool] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., has_prompt_logprobs: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_reason: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("logprob", "rank", "token_id", "top_ids", "top_logprobs")
+    __slots__ = ("token_id", "logprob", "rank", "top_ids", "top_logprobs")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -223,24 +146,16 @@ class Logprobs(_message.Message):
     rank: int
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(
-        self,
-        token_id: int | None = ...,
-        logprob: float | None = ...,
-        rank: int | None = ...,
-        top_ids: _Iterable[int] | None = ...,
-        top_logprobs: _Iterable[float] | None = ...,
-    ) -> None: ...
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Rejection(_message.Message):
-    __slots__ = ("kind", "message", "param", "request_id")
+    __slots__ = ("request_id", "kind", "message", "param")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         INVALID_REQUEST: _ClassVar[Rejection.Kind]
         OVERLOADED: _ClassVar[Rejection.Kind]
         UNAVAILABLE: _ClassVar[Rejection.Kind]
         INTERNAL: _ClassVar[Rejection.Kind]
-
     INVALID_REQUEST: Rejection.Kind
     OVERLOADED: Rejection.Kind
     UNAVAILABLE: Rejection.Kind
@@ -253,10 +168,4 @@ class Rejection(_message.Message):
     kind: Rejection.Kind
     message: str
     param: str
-    def __init__(
-        self,
-        request_id: str | None = ...,
-        kind: Rejection.Kind | str | None = ...,
-        message: str | None = ...,
-        param: str | None = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[_Union[Rejection.Kind, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...

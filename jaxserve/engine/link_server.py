@@ -121,7 +121,11 @@ async def _serve(engine: StepEngine, info: EngineInfo, address: str, on_ready: C
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         aio_loop.add_signal_handler(signum, end, 0)
-    loop = EngineLoop(engine, on_failure=lambda error: aio_loop.call_soon_threadsafe(end, 1))
+
+    def on_failure(error: BaseException) -> None:
+        aio_loop.call_soon_threadsafe(end, 1)
+
+    loop = EngineLoop(engine, on_failure=on_failure)
     loop.start()
     server = await start_link_server(loop, info, address)
     logger.info("engine ready at %s (process %d)", address, os.getpid())

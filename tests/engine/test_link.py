@@ -99,6 +99,18 @@ def test_generate_yields_all_events_of_all_sequences(engine, engine_info):
     asyncio.run(main())
 
 
+def test_one_stream_for_several_requests(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, _):
+            tokens: dict[str, list[int]] = {"a": [], "b": []}
+            with client.generate(request("a", max_tokens=3), request("b", prompt=(20,), max_tokens=2)) as stream:
+                async for event in stream:
+                    tokens[event.request_id] += event.token_ids
+            assert tokens == {"a": [5, 6, 7], "b": [20, 21]}
+
+    asyncio.run(main())
+
+
 def test_leaving_the_stream_or_cancelling_aborts(engine, engine_info):
     async def consume(client: EngineClient, request_id: str) -> None:
         with client.generate(request(request_id, max_tokens=None)) as stream:
@@ -124,7 +136,7 @@ def test_drop_ends_one_sequence_and_abort_reports(engine, engine_info):
             finished = []
             with client.generate(request("a", n=3, max_tokens=None)) as stream:
                 async for event in stream:
-                    stream.drop(1)
+                    stream.drop("a", 1)
                     if event.index == 0 and not event.finish_reason:
                         client.abort("a")
                     if event.finish_reason:
