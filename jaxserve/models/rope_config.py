@@ -42,7 +42,7 @@ def resolve_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embed
     lengths = {"original_max_position_embeddings": pretrained}
     pretrained_length = positive_int(lengths, "original_max_position_embeddings", max_position_embeddings)
 
-    base = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    base: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
     match kind:
         case "linear":
             return RopeSpec(**base, factor=number(params, "factor"))

@@ -59,10 +59,15 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table: `num_layers` of them, seeing the last `window` positions (None: all)."""
+    """Layers that share a page table and see the last `window` positions (None: all). The group's j-th layer uses page array j."""
 
-    num_layers: int
+    layer_ids: tuple[int, ...]
     window: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the group has."""
+        return len(self.layer_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +84,7 @@ class ModelSpec:
         derived_max_model_len: Longest sequence the position encoding is meant for, in tokens.
         dtype: bfloat16, float16 or float32, as the config names it; None where it does not.
         bos_token_ids, eos_token_ids: As in the config; generation_config and tokenizer may add to them.
-        kv_groups: Groups of layers with equal attention kind. `sum(num_layers)` is the number of layers.
+        kv_groups: Groups of layers with equal attention kind; together they hold every layer once.
     """
 
     family: str
@@ -108,6 +113,12 @@ class ModelSpec:
     def num_query_groups(self) -> int:
         """G, query heads that share a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer its group and its place in it, which is the index of its page array."""
+        places = {layer: (x, j) for x, group in enumerate(self.kv_groups) for j, layer in enumerate(group.layer_ids)}
+        return tuple(places[layer] for layer in range(self.num_layers))
 
 
 @dataclass(frozen=True, slots=True)

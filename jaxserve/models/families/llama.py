@@ -77,7 +77,7 @@ def resolve(config: Mapping[str, Any]) -> ModelSpec:
         dtype=dtype(config),
         bos_token_ids=token_ids(config, "bos_token_id"),
         eos_token_ids=token_ids(config, "eos_token_id"),
-        kv_groups=(KVGroup(num_layers),),
+        kv_groups=(KVGroup(tuple(range(num_layers))),),
     )
 
 

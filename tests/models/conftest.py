@@ -1,0 +1,133 @@
+"""Golden checkpoints as models, and one sequence's steps over a small page array."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxserve.arrays import AttentionInputs, KVPages
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.load import load_model, merge_model, split_model
+from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.spec import ModelSpec
+
+PAGE_SIZE = 8
+PAGES_PER_ROW = 12
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One folder: spec, tensors by logical name, prompts, expected logits and greedy tokens."""
+
+    spec: ModelSpec
+    tensors: dict[str, np.ndarray]
+    prompts: list[list[int]]
+    logits: list[np.ndarray]
+    expected: dict[str, Any]
+
+    def read(self, name: str) -> np.ndarray:
+        """What a converted checkpoint would give."""
+        return self.tensors[name]
+
+    def model(self, dtype: Any = jnp.float32) -> Decoder:
+        """The model with the oracle's attention."""
+        return load_model(self.spec, self.read, dtype, attention="reference")
+
+
+def logical_tensors(spec: ModelSpec, source: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Source tensors under their logical names, found as conversion finds them."""
+    found = {}
+    for tensor in family_of(spec).tensors(spec):
+        names = [name for name in tensor.sources if name in source]
+        assert names or tensor.is_optional, tensor.name
+        if names:
+            found[tensor.name] = source[names[0]]
+    return found
+
+
+@pytest.fixture(scope="session")
+def golden(golden_dir: Path) -> Callable[..., Golden]:
+    """Loads a golden folder by name; `overrides` change its config."""
+
+    def load(name: str, **overrides: Any) -> Golden:
+        folder = golden_dir / name
+        spec = resolve_spec(json.loads((folder / "config.json").read_text()) | overrides)
+        source: dict[str, np.ndarray] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            source |= load_file(path)
+        expected = json.loads((folder / "expected.json").read_text())
+        arrays = load_file(folder / "expected.safetensors")
+        logits = [arrays[f"logits_{i}"] for i in range(len(expected["prompts"]))]
+        return Golden(spec, logical_tensors(spec, source), expected["prompts"], logits, expected)
+
+    return load
+
+
+@dataclass
+class SequenceRun:
+    """Runs one sequence step by step in row 0 of two; row 1 is padding. Pages are owned in a scrambled order.
+
+    A step of one token is a decode step (T = B = 2); a longer one is padded to a multiple of 16 tokens.
+    """
+
+    model: Decoder
+    rope_length: int = 0
+    length: int = 0
+    pages: KVPages = ()
+    programs: dict[bool, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.model.spec
+        shape = (2 * PAGES_PER_ROW, 2, spec.num_kv_heads, PAGE_SIZE, spec.head_dim)
+        # NaN where nothing was written: no token may read it.
+        self.pages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_layers))
+        self.page_table = np.random.default_rng(0).permutation(np.arange(1, 2 * PAGES_PER_ROW))[:PAGES_PER_ROW].astype(np.int32)
+        model_def, self.weights = split_model(self.model)
+
+        def step(is_decode: bool, weights: Any, tokens: jax.Array, ctx: AttentionInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
+            model = merge_model(model_def, weights)
+            hidden, pages = model.forward(tokens, ctx, pages, is_decode=is_decode)
+            return model.logits(hidden), pages
+
+        self.step = jax.jit(step, static_argnums=0)
+
+    def inputs(self, num_tokens: int) -> AttentionInputs:
+        """The arrays of a step of the next `num_tokens` tokens, as `runner` would fill them."""
+        size = 2 if num_tokens == 1 else -(-num_tokens // 16) * 16
+        position = np.zeros(size, np.int32)
+        position[:num_tokens] = np.arange(self.length, self.length + num_tokens)
+        is_real = np.arange(size) < num_tokens
+        end = self.length + num_tokens
+        return AttentionInputs(
+            row_start=jnp.array([0, num_tokens, num_tokens], jnp.int32),
+            kv_length=jnp.array([end, 0], jnp.int32),
+            page_tables=jnp.array(np.stack([self.page_table, np.zeros_like(self.page_table)])[:, None]),
+            token_row=jnp.array(np.where(is_real, 0, 2), jnp.int32),
+            position=jnp.array(position),
+            rope_length=jnp.full(size, self.rope_length, jnp.int32),
+            write_page=jnp.array(np.where(is_real, self.page_table[position // PAGE_SIZE], 0), jnp.int32)[None],
+            write_offset=jnp.array(position % PAGE_SIZE),
+        )
+
+    def feed(self, tokens: list[int]) -> np.ndarray:
+        """Computes the tokens in one step. Returns their logits `[len(tokens), V]`."""
+        ctx = self.inputs(len(tokens))
+        padded = jnp.zeros(ctx.position.shape[0], jnp.int32).at[: len(tokens)].set(jnp.array(tokens, jnp.int32))
+        logits, self.pages = self.step(len(tokens) == 1, self.weights, padded, ctx, self.pages)
+        self.length += len(tokens)
+        return np.asarray(logits)[: len(tokens)]
+
+
+@pytest.fixture(scope="session")
+def sequence_run() -> type[SequenceRun]:
+    """The class above, for tests (test files import nothing from here)."""
+    return SequenceRun
