@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.core.events import Logprobs
 
 
 class Status(Enum):
@@ -45,15 +49,18 @@ class Sequence:
     Attributes:
         seq_id: Unique integer inside the engine.
         index: Which of the request's n sequences this is.
-        params: The request's parameters (child seed already added).
+        params: The request's parameters; of n sequences each has its own `seed`.
         seed: 64-bit seed of the sequence's random numbers, drawn at creation when the client gave none.
         token_ids: Prompt and output.
         page_tables: One list of page ids for each KV group; entry i holds positions [i * page_size, (i + 1) * page_size).
-        page_hashes: Chained keys of the full pages computed so far, one list for each KV group's tag.
+        page_hashes: Chained hashes of the sequence's full pages, as far as they were needed; the same for every KV group.
         slot: Place in the device's slot state while running, else None.
         penalty_slot: Place in the penalty state while running, when the parameters need one.
         num_cached_tokens: Tokens found in the prefix cache at the first admission (what usage reports).
         rope_length: Sequence length at the latest admission; picks the table of length-dependent RoPE.
+        num_pending_tokens: Tokens that dispatched steps sample and that the host does not know yet.
+        last_step_id: Latest step that computes tokens of this sequence; -1 before the first.
+        prompt_logprobs: When asked: None for the first prompt token, then one entry for each prompt token computed so far.
     """
 
     seq_id: int
@@ -73,6 +80,9 @@ class Sequence:
     slot: int | None = None
     penalty_slot: int | None = None
     rope_length: int = 0
+    num_pending_tokens: int = 0
+    last_step_id: int = -1
+    prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 

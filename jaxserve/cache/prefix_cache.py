@@ -1,0 +1,97 @@
+"""Which pages hold which token prefix: chained sha256 keys of full pages, mapped to page ids.
+
+The key of page i covers its tokens, all tokens before it and the chain's tags (cache salt, adapter, RoPE table), so equal keys
+mean equal KV content. Knows no sequences; lookups neither own nor touch pages. Next: `scheduler.sequence_pages`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+from jaxserve.cache.page_pool import PagePool
+
+
+class PrefixCache:
+    """Map from prefix key and KV group to pages. A page keeps its key until the pool hands it out again.
+
+    Two sequences that fill equal pages both keep theirs (page tables only grow), so a key may have several pages.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, num_groups: int = 1) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._group_tags = [group.to_bytes(4, "little") for group in range(num_groups)]
+        self._pages: dict[bytes, dict[int, None]] = {}
+        self._keys: dict[int, bytes] = {}
+        # Random, so that keys cannot be predicted or compared across processes.
+        self._secret = secrets.token_bytes(32)
+        pool.on_evict(self._forget)
+
+    def __len__(self) -> int:
+        """Number of pages with a known prefix."""
+        return len(self._keys)
+
+    def chain_root(self, **tags: str | None) -> bytes:
+        """Parent key of a first page. Tags are named and length-prefixed, so a salt never collides with an equal adapter name."""
+        root = sha256(self._secret)
+        for name, value in sorted(tags.items()):
+            if value is not None:
+                data = value.encode("utf-8", "surrogatepass")
+                root.update(f"{name}:{len(data)}:".encode() + data)
+        return root.digest()
+
+    def extend_hashes(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], num_pages: int) -> None:
+        """Append the hashes of pages `len(hashes)` .. num_pages - 1 of `token_ids`; the chain starts at `root`."""
+        size = self._page_size
+        parent = hashes[-1] if hashes else root
+        for start in range(len(hashes) * size, num_pages * size, size):
+            parent = sha256(parent + array("i", token_ids[start : start + size]).tobytes()).digest()
+            hashes.append(parent)
+
+    def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> list[list[int]]:
+        """The longest known prefix of at most `max_pages` pages that every group has: one list of page ids for each group.
+
+        Extends `hashes` as far as it looks, which is one page past the hit.
+        """
+        tables: list[list[int]] = [[] for _ in self._group_tags]
+        for i in range(max_pages):
+            if i == len(hashes):
+                self.extend_hashes(hashes, root, token_ids, i + 1)
+            found = [self._pages.get(hashes[i] + tag) for tag in self._group_tags]
+            if not all(found):
+                break
+            for table, pages in zip(tables, found, strict=True):
+                assert pages is not None
+                table.append(next(iter(pages)))
+        return tables
+
+    def register(self, page_hash: bytes, group: int, page: int) -> None:
+        """The owned page now holds the full page with this hash. A page is filled once, so it gets a key once."""
+        assert page not in self._keys, f"page {page} is written again while its prefix is known"
+        key = page_hash + self._group_tags[group]
+        self._keys[page] = key
+        self._pages.setdefault(key, {})[page] = None
+        self._pool.mark_cached(page)
+
+    def reset(self) -> None:
+        """Forget every prefix."""
+        for page in list(self._keys):
+            self._forget(page)
+            self._pool.unmark_cached(page)
+
+    def _forget(self, page: int) -> None:
+        key = self._keys.pop(page)
+        pages = self._pages[key]
+        del pages[page]
+        if not pages:
+            del self._pages[key]
+
+    def check_integrity(self) -> None:
+        """Assert that keys, pages and the pool's marks agree."""
+        assert {page: key for key, pages in self._pages.items() for page in pages} == self._keys
+        assert all(pages for pages in self._pages.values())
+        marked = {page for page in range(self._pool.num_pages) if self._pool.is_cached(page)}
+        assert marked == self._keys.keys(), "the pool's marks and the cache's keys differ"

@@ -1,0 +1,407 @@
+"""Continuous batching: at every step, which sequences run, how many tokens each computes, and in which pages.
+
+There is no prefill phase and no decode phase. Each step gives sequences tokens, under one budget, so that their computed tokens catch
+up with their known ones: running sequences first, then waiting ones. When pages run out, the last running sequence in rank order
+is preempted: it gives up its pages and is computed again later. Ranks (`waiting_queue`) order waiting and running alike, so the first
+sequence always gets on, and with it, in the end, all others.
+
+`schedule` may be called again before the previous plan is committed (the overlapped loop): sampled tokens that the host does not
+know yet are counted in `num_pending_tokens`, and pages that a dispatched step may still write are freed at its commit.
+
+Knows no shapes, no device and no text. Next: `scheduler.step_draft`, `scheduler.sequence_pages`, then `jaxserve.engine.engine`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from itertools import count
+
+from jaxserve.config import SchedulerLimits
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.events import Logprobs, StepResult, StepStats, TokenEvent
+from jaxserve.core.plan import Admission, PageWrite, Plan, Row
+from jaxserve.core.request import Request
+from jaxserve.core.sequence import FinishReason, Sequence, Status
+from jaxserve.errors import InvalidRequest
+from jaxserve.scheduler.arrival import check_arrival, make_sequences
+from jaxserve.scheduler.prompt_logprobs import collect
+from jaxserve.scheduler.prompt_share import PromptShares
+from jaxserve.scheduler.sequence_pages import PageTables, SequencePages
+from jaxserve.scheduler.step_draft import StepDraft
+from jaxserve.scheduler.stopping import check_stop, masked_stop_ids
+from jaxserve.scheduler.waiting_queue import RANKS, WaitingQueue
+
+WATERMARK = 0.01
+"""Share of the pages that a waiting sequence must leave free while others run: room for them to grow, against thrashing."""
+
+NOT_FINITE = "logits were not finite"
+
+
+class Scheduler:
+    """Requests in, plans out, results in, events out. Not thread-safe: it belongs to the step loop."""
+
+    def __init__(self, limits: SchedulerLimits, buckets: Buckets | None = None) -> None:
+        self.limits = limits
+        self._buckets = buckets
+        self._rank = RANKS[limits.scheduling_policy]
+        self._pages = SequencePages(limits)
+        self._shares = PromptShares(self._pages, limits.page_size)
+        self._queue = WaitingQueue(self._rank)
+        self._running: list[Sequence] = []  # in rank order
+        self._set_aside: list[Sequence] = []  # preempted while a dispatched step computes them; queued at its commit
+        self._requests: dict[str, list[Sequence]] = {}
+        self._sequences: dict[int, Sequence] = {}  # not finished, by seq_id
+        self._seq_ids = count()
+        self._free_slots = list(reversed(range(limits.max_num_seqs)))
+        self._free_penalty_slots = list(reversed(range(limits.max_penalty_slots)))
+        self._watermark = int(WATERMARK * limits.num_pages)
+        self._next_step_id = 0
+        self._committed_step_id = -1
+        self._num_preemptions = 0
+        self._num_cache_queries = 0
+        self._num_cache_hits = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no slot: waiting, preempted, or waiting for their prompt to be computed by a sibling."""
+        return len(self._queue) + self._shares.num_parked + len(self._set_aside)
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence is not finished."""
+        return bool(self._sequences)
+
+    # ---------------------------------------------------------------------------------------------- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Accept a request: its n sequences wait. Raises `InvalidRequest` when it can never be served."""
+        if request.request_id in self._requests:
+            raise InvalidRequest(
+                f"request id {request.request_id!r} is being served already; give each request its own.", param="request_id"
+            )
+        check_arrival(request, self.limits)
+        sequences = make_sequences(request, self.limits, self._seq_ids)
+        self._requests[request.request_id] = sequences
+        self._sequences.update((sequence.seq_id, sequence) for sequence in sequences)
+        self._queue.push(sequences[0])
+        if len(sequences) > 1:
+            self._shares.add(sequences)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenEvent]:
+        """End a request, or one sequence of it, in any state. An unknown or finished one gives no events."""
+        chosen = [s for s in self._requests.get(request_id, ()) if index is None or s.index == index]
+        # Children first: ending the first sequence would make a child compute the prompt.
+        for sequence in reversed(chosen):
+            self._end(sequence, FinishReason.ABORT)
+        self._sweep_running()
+        return [_event(sequence) for sequence in chosen]
+
+    def fail_running(self, message: str) -> list[TokenEvent]:
+        """The device lost its state: every running sequence ends with an error, all pages are free, no prefix is known.
+
+        Dispatched steps are void; waiting sequences go on. The caller resets the runner.
+        """
+        self._committed_step_id = self._next_step_id - 1
+        failed = list(self._running)
+        for sequence in failed:
+            self._end(sequence, FinishReason.ERROR)
+        self._sweep_running()
+        self._shares.forget_pages()
+        self._pages.release_deferred(self._committed_step_id)
+        self._requeue_set_aside(is_void=True)
+        self._pages.cache.reset()
+        return [_event(sequence, error=message) for sequence in failed]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all known prefixes. Refused (False) while any page is in use: running sequences would register theirs again."""
+        if self._pages.pool.num_used:
+            return False
+        self._pages.cache.reset()
+        return True
+
+    # ---------------------------------------------------------------------------------------------- planning a step
+
+    def schedule(self) -> Plan:
+        """Decide the next step. A plan without rows means: nothing can run (now); it need not be committed."""
+        draft = StepDraft(self._next_step_id, self.limits.max_num_batched_tokens)
+        self._next_step_id += 1
+        self._schedule_running(draft)
+        if not draft.has_preempted:
+            self._admit_waiting(draft)
+        if self._buckets is not None and draft.chunk_rows:
+            draft.trim(self._buckets, self._sequences)
+        return draft.to_plan()
+
+    def _schedule_running(self, draft: StepDraft) -> None:
+        page_size, step_id, rows = self.limits.page_size, draft.step_id, draft.single_rows
+        # Preemption takes sequences from the end of the list, always behind the loop or at it.
+        for i, seq in enumerate(self._running):
+            if draft.budget == 0:
+                return
+            start = seq.num_computed_tokens
+            if start < seq.rope_length:  # tokens known at admission are left: not a decode yet
+                self._schedule_prefill(seq, i, draft)
+                continue
+            if start + 1 >= seq.max_length:  # a dispatched step samples its last token
+                continue
+            if start >= len(seq.page_tables[0]) * page_size:
+                if not self._make_room(seq, self.limits.num_groups, draft):
+                    continue
+                self._pages.grow(seq, start + 1, draft.page_writes)
+            rows.append(Row(seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs))  # type: ignore[arg-type]
+            seq.num_computed_tokens = start + 1
+            seq.num_pending_tokens += 1
+            seq.last_step_id = step_id
+            draft.budget -= 1
+
+    def _schedule_prefill(self, seq: Sequence, i: int, draft: StepDraft) -> None:
+        # Decodes behind in the list come first, so that a long prompt does not stall them; one token keeps the prefill moving.
+        num_decodes = sum(1 for other in self._running[i + 1 :] if other.num_computed_tokens >= other.rope_length)
+        num_tokens = self._chunk(seq, max(1, draft.budget - num_decodes))
+        end = seq.num_computed_tokens + num_tokens
+        if self._make_room(seq, self._pages.num_missing(seq, end), draft):
+            self._pages.grow(seq, end, draft.page_writes)
+            draft.add_chunk(seq, num_tokens)
+            draft.num_reserved_pages += self._pages.num_missing(seq, seq.num_tokens)
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        want = seq.num_tokens - seq.num_computed_tokens
+        return min(want, budget, self.limits.long_prefill_token_threshold or want)
+
+    def _make_room(self, seq: Sequence, num_pages: int, draft: StepDraft) -> bool:
+        """Have `num_pages` pages free for a running sequence, preempting from the end of the list. False: not in this step."""
+        while self._pages.pool.num_free < num_pages:
+            if self._shares.drop_idle():
+                continue
+            if self._pages.pool.num_free + self._pages.num_deferred >= num_pages:
+                return False  # preempting more would free nothing sooner than the commit of the dispatched step
+            victim = self._running.pop()
+            self._preempt(victim)
+            draft.has_preempted = True
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._give_back(seq)
+        seq.status = Status.PREEMPTED
+        seq.num_preemptions += 1
+        self._num_preemptions += 1
+        if self._is_dispatched(seq):
+            self._set_aside.append(seq)
+        else:
+            self._queue.push(seq)
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        """Start waiting sequences while there are budget, slots and pages. One that does not fit blocks those behind it."""
+        while draft.budget and self._free_slots:
+            seq = self._queue.head(has_penalty_slot=bool(self._free_penalty_slots))
+            if seq is None:
+                return
+            shared = self._shares.prefix_of(seq)
+            prefix = self._pages.find_prefix(seq) if shared is None else shared
+            if self._fits(seq, prefix, draft):
+                self._queue.discard(seq)
+                self._admit(seq, prefix, draft, is_query=shared is None)
+            elif self._running or not self._shares.drop_idle():
+                return
+
+    def _fits(self, seq: Sequence, prefix: PageTables, draft: StepDraft) -> bool:
+        """Whether the whole sequence, not just its first chunk, fits beside what the running ones hold and still need."""
+        margin = self._watermark + draft.num_reserved_pages if self._running else 0
+        return self._pages.num_admission_pages(seq.num_tokens, prefix) <= self._pages.pool.num_free - margin
+
+    def _admit(self, seq: Sequence, prefix: PageTables, draft: StepDraft, *, is_query: bool) -> None:
+        if is_query and self._pages.may_read_cache(seq):
+            self._num_cache_queries += seq.num_tokens
+            self._num_cache_hits += len(prefix[0]) * self.limits.page_size
+        self._pages.take_prefix(seq, prefix)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        self._shares.on_admitted(seq)
+        seq.status = Status.RUNNING
+        seq.slot = slot = self._free_slots.pop()
+        seq.penalty_slot = self._free_penalty_slots.pop() if seq.params.needs_penalty_slot else None
+        seq.rope_length = seq.num_tokens
+        insort(self._running, seq, key=self._rank)
+        draft.admissions.append(self._admission(seq, slot))
+        draft.page_writes += [
+            PageWrite(slot, group, i, page) for group, table in enumerate(seq.page_tables) for i, page in enumerate(table)
+        ]
+        num_tokens = self._chunk(seq, draft.budget)
+        self._pages.grow(seq, seq.num_computed_tokens + num_tokens, draft.page_writes)
+        draft.add_chunk(seq, num_tokens)
+        draft.num_reserved_pages += self._pages.num_missing(seq, seq.num_tokens)
+
+    def _admission(self, seq: Sequence, slot: int) -> Admission:
+        has_penalties = seq.penalty_slot is not None
+        return Admission(
+            slot=slot,
+            seq_id=seq.seq_id,
+            params=seq.params,
+            seed=seq.seed,
+            num_computed_tokens=seq.num_computed_tokens,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            rope_length=seq.rope_length,
+            penalty_slot=seq.penalty_slot,
+            token_ids=tuple(seq.token_ids) if has_penalties else (),
+            stop_token_ids=masked_stop_ids(seq.params, self.limits.eos_token_ids) if has_penalties else (),
+        )
+
+    # ---------------------------------------------------------------------------------------------- results of a step
+
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
+        """Take a step's results, in the order the plans were made. One event for each sequence with a new token or an end."""
+        assert plan.step_id > self._committed_step_id, "plans are committed once and in order"
+        self._committed_step_id = plan.step_id
+        events = []
+        page_size, eos, shares = self.limits.page_size, self.limits.eos_token_ids, self._shares
+        for i, (row, token_id) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
+            seq = self._sequences.get(row.seq_id)
+            if seq is None:
+                continue  # ended while the step ran
+            start = row.start
+            end = start + row.num_tokens
+            if end // page_size != start // page_size and token_id != -1:
+                self._pages.register_full(seq, start, end)
+            if row.num_prompt_logprobs is not None:
+                collect(seq, start, result.prompt_logprobs[i] or [])
+            if token_id is None:
+                continue
+            seq.num_pending_tokens -= 1
+            if token_id == -1:
+                self._end(seq, FinishReason.ERROR)
+                events.append(_event(seq, error=NOT_FINITE))
+                continue
+            if shares and seq.status is Status.RUNNING:
+                for child in shares.on_computed(seq, end):
+                    self._queue.push(child)
+            token_ids = seq.token_ids
+            token_ids.append(token_id)
+            if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
+                self._end_if_stopped(seq)
+            events.append(_token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
+        self._sweep_running()
+        self._pages.release_deferred(plan.step_id)
+        self._requeue_set_aside()
+        return events
+
+    def _end_if_stopped(self, seq: Sequence) -> None:
+        if check_stop(seq, self.limits.eos_token_ids):
+            assert seq.finish_reason is not None
+            self._end(seq, seq.finish_reason)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        """Finish a sequence in any state; the caller sweeps the running list afterwards."""
+        if seq.status is Status.RUNNING:
+            self._give_back(seq)
+        else:
+            self._queue.discard(seq)
+            self._set_aside = [other for other in self._set_aside if other is not seq]
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+        for child in self._shares.on_ended(seq):
+            self._queue.push(child)
+        del self._sequences[seq.seq_id]
+        siblings = self._requests[seq.request.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._requests[seq.request.request_id]
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Return pages and slots of a running sequence. Its slots may be taken by the next plan: steps run in order."""
+        self._pages.release(seq, after_step=seq.last_step_id if self._is_dispatched(seq) else None)
+        assert seq.slot is not None
+        self._free_slots.append(seq.slot)
+        seq.slot = None
+        if seq.penalty_slot is not None:
+            self._free_penalty_slots.append(seq.penalty_slot)
+            seq.penalty_slot = None
+
+    def _is_dispatched(self, seq: Sequence) -> bool:
+        return seq.last_step_id > self._committed_step_id
+
+    def _sweep_running(self) -> None:
+        if any(seq.status is not Status.RUNNING for seq in self._running):
+            self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
+
+    def _requeue_set_aside(self, *, is_void: bool = False) -> None:
+        if not self._set_aside:
+            return
+        for seq in self._set_aside:
+            if is_void:
+                seq.num_pending_tokens = 0
+            if not self._is_dispatched(seq):
+                self._queue.push(seq)
+        self._set_aside = [seq for seq in self._set_aside if self._is_dispatched(seq)]
+
+    # ---------------------------------------------------------------------------------------------- figures and checks
+
+    def stats(self, plan: Plan) -> StepStats:
+        """Figures of a step and of the scheduler right now. Preemptions, and cache queries and hits in tokens, are totals."""
+        num_decode_rows = sum(1 for row in plan.rows if not row.token_ids)
+        return StepStats(
+            step_id=plan.step_id,
+            num_decode_rows=num_decode_rows,
+            num_prefill_rows=len(plan.rows) - num_decode_rows,
+            num_tokens=plan.num_tokens,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_used_pages=self._pages.pool.num_used,
+            num_pages=self.limits.num_pages,
+            num_preemptions=self._num_preemptions,
+            num_cache_queries=self._num_cache_queries,
+            num_cache_hits=self._num_cache_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is leaked or shared that must not be. For tests: it walks everything."""
+        owners = self._shares.owners() + self._pages.deferred_owners()
+        for seq in self._running:
+            owners.update(page for table in seq.page_tables for page in table)
+        self._pages.pool.check_integrity(owners)
+        self._pages.cache.check_integrity()
+        for seq in self._running:
+            assert seq.status is Status.RUNNING and len({len(table) for table in seq.page_tables}) == 1
+            first_written = seq.num_computed_tokens // self.limits.page_size
+            for table in seq.page_tables:
+                assert all(self._pages.pool.ref_count(page) == 1 for page in table[first_written:]), "a page has two writers"
+        assert self._running == sorted(self._running, key=self._rank)
+        assert sorted([*self._free_slots, *(seq.slot for seq in self._running)]) == list(range(self.limits.max_num_seqs))  # type: ignore[type-var]
+        penalty_slots = [seq.penalty_slot for seq in self._running if seq.penalty_slot is not None]
+        assert sorted([*self._free_penalty_slots, *penalty_slots]) == list(range(self.limits.max_penalty_slots))
+        assert self.num_running + self.num_waiting == len(self._sequences)
+        assert Counter(seq.request.request_id for seq in self._sequences.values()) == {k: len(v) for k, v in self._requests.items()}
+
+
+def _event(seq: Sequence, *, error: str | None = None) -> TokenEvent:
+    """The end of a sequence without a new token."""
+    return TokenEvent(
+        request_id=seq.request.request_id,
+        index=seq.index,
+        token_ids=[],
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens or 0,
+        finish_reason=seq.finish_reason,
+        error=error,
+    )
+
+
+def _token_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
+    is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
+    return TokenEvent(
+        request_id=seq.request.request_id,
+        index=seq.index,
+        token_ids=[token_id],
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens or 0,
+        logprobs=None if logprobs is None else [logprobs],
+        prompt_logprobs=seq.prompt_logprobs if is_first else None,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+    )
