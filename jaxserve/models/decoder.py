@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
@@ -71,13 +72,22 @@ class Decoder(nnx.Module):
         Returns:
             The hidden states after the final norm `[T, D]`, what `logits` takes, and the pages with the step's keys and values.
         """
-        cos, sin = rotary_tables(self.spec.rope, ctx.position, ctx.rope_length)
+        # Without the barrier XLA fuses the tables into every layer's rotation: cosines once for each head dimension of each layer.
+        cos, sin = lax.optimization_barrier(rotary_tables(self.spec.rope, ctx.position, ctx.rope_length))
         inputs = [
             LayerInputs(
-                ctx.row_start, ctx.kv_length, ctx.page_tables[:, x], ctx.token_row, ctx.position, ctx.write_page[x], ctx.write_offset, cos, sin
+                row_start=ctx.row_start,
+                kv_length=ctx.kv_length,
+                page_tables=ctx.page_tables[:, x],
+                token_row=ctx.token_row,
+                position=ctx.position,
+                write_page=ctx.write_page[x],
+                write_offset=ctx.write_offset,
+                cos=cos,
+                sin=sin,
             )
             for x in range(len(self.spec.kv_groups))
-        ]  # fmt: skip
+        ]
         arrays = list(pages)
         hidden = self.embed[...].at[token_ids].get(mode="clip").astype(self.dtype)
         for layer, (group, j) in zip(self.layers, self.spec.kv_places, strict=True):

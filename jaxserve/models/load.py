@@ -99,10 +99,8 @@ class _Loader:
         except KeyError:
             return None
 
-    def fused(self, shape: tuple[int, ...], parts: dict[str, tuple[int | slice, ...]]) -> jax.Array | None:
-        """Several tensors in one array of `shape`, each at its place; None where the model has no such tensors (biases)."""
-        if not all(name in self._specs for name in parts):
-            return None
+    def fused(self, shape: tuple[int, ...], parts: dict[str, tuple[int | slice, ...]]) -> jax.Array:
+        """Several tensors in one array of `shape`, each at its place."""
         fused = np.empty(shape, self._dtype)
         for name, place in parts.items():
             view = fused[place]
@@ -126,16 +124,13 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, attention: str | N
     k, g, h, d, f = spec.num_kv_heads, spec.num_query_groups, spec.head_dim, spec.hidden_size, spec.mlp_size
     group, _ = spec.kv_places[layer]
 
-    def qkv(kind: str, *tail: int) -> jax.Array | None:
+    def qkv(kind: str, *tail: int) -> jax.Array:
         every = slice(None)
-        places = {"q": (every, slice(g)), "k": (every, g), "v": (every, g + 1)}
+        places: dict[str, tuple[int | slice, ...]] = {"q": (every, slice(g)), "k": (every, g), "v": (every, g + 1)}
         return loader.fused((k, g + 2, h, *tail), {f"layers.{layer}.self_attn.{n}_proj.{kind}": place for n, place in places.items()})
 
-    def gate_up(kind: str, *tail: int) -> jax.Array | None:
+    def gate_up(kind: str, *tail: int) -> jax.Array:
         return loader.fused((2, f, *tail), {f"layers.{layer}.mlp.{n}_proj.{kind}": (i,) for i, n in enumerate(("gate", "up"))})
-
-    def single(name: str, *shape: int) -> jax.Array | None:
-        return loader.fused(shape, {f"layers.{layer}.{name}": ()})
 
     return DecoderLayer(
         attention_norm=RMSNorm(loader.tensor(f"layers.{layer}.input_layernorm.weight"), spec.norm_eps),
@@ -143,8 +138,8 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, attention: str | N
             spec,
             qkv=qkv("weight", d),
             out=loader.tensor(f"layers.{layer}.self_attn.o_proj.weight"),
-            qkv_bias=qkv("bias"),
-            out_bias=single("self_attn.o_proj.bias", d),
+            qkv_bias=qkv("bias") if spec.biases.qkv else None,
+            out_bias=loader.tensor(f"layers.{layer}.self_attn.o_proj.bias") if spec.biases.attention_out else None,
             window=spec.kv_groups[group].window,
             backend=attention,
         ),
@@ -153,7 +148,7 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, attention: str | N
             spec.activation,
             gate_up=gate_up("weight", d),
             down=loader.tensor(f"layers.{layer}.mlp.down_proj.weight"),
-            gate_up_bias=gate_up("bias"),
-            down_bias=single("mlp.down_proj.bias", d),
+            gate_up_bias=gate_up("bias") if spec.biases.mlp else None,
+            down_bias=loader.tensor(f"layers.{layer}.mlp.down_proj.bias") if spec.biases.mlp else None,
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -35,5 +36,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> jax.Array:
         """Returns `[T, D]` in the dtype of `x`."""
         gate_up = linear(x, self.gate_up[...], self.gate_up_bias.get_value())
-        hidden = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        # In float32, or each operation inside the activation rounds to bfloat16.
+        activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(x.dtype)
+        hidden = activated * gate_up[:, 1]
         return linear(hidden, self.down[...], self.down_bias.get_value())
