@@ -119,9 +119,9 @@ def inspect(argv: Sequence[str]) -> int:
     parser = _parser("inspect", "CHECKPOINT", "Shows what a converted checkpoint holds.")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="Directory that `jaxserve convert` wrote.")
     arguments = _parse(parser, argv)
-    from jaxserve.checkpoint import describe
+    from jaxserve.checkpoint_report import describe
 
-    print(describe(arguments["checkpoint"]))
+    print("\n".join(describe(arguments["checkpoint"])))
     return 0
 
 
