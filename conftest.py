@@ -21,11 +21,14 @@ os.environ.pop("HF_TOKEN", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep tests away from the user's settings and cache: checkpoints are converted anew, compiled programs are kept."""
+    """Keep tests away from the user's settings and cache: checkpoints are converted anew, compiled code is kept."""
     for name in [name for name in os.environ if name.startswith("JAXSERVE_")]:
         del os.environ[name]
     cache = Path(tempfile.mkdtemp(prefix="jaxserve-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     if config.cache is not None:
-        (cache / "compile").symlink_to(config.cache.mkdir("jaxserve-compile"), target_is_directory=True)
+        for name in ("compile", "native"):
+            kept = config.cache.mkdir(f"jaxserve-{name}")
+            kept.chmod(0o700)
+            (cache / name).symlink_to(kept, target_is_directory=True)
     os.environ["JAXSERVE_CACHE"] = str(cache)
