@@ -1,0 +1,507 @@
+// Attention of a step's ragged tokens over KV pages, for CPUs. The rules are those of api.py; reference.py is the oracle.
+//
+// The work is a list of items. An item is one row, one kv head and a block of "queries": the row's tokens times the G heads
+// that share the kv head, numbered token * G + head. An item walks the KV tiles that its queries can see with an online softmax
+// in float32. Blocks of many queries (prefill) hold queries in the vector lanes; blocks of few (decode) hold the head dim there.
+// Threads of XLA's own pool take items from the list. Written with compiler vectors, so that one source serves AVX-512, AVX2,
+// SSE and NEON. No fast-math: NaN in what a token sees must reach its output, and nowhere else.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRowsAtOnce = 8;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRowsAtOnce = 4;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRowsAtOnce = 8;
+#else
+constexpr int kLanes = 4, kRowsAtOnce = 4;
+#endif
+constexpr int kMaxVecs = 3;  // vectors in a block of queries: kRowsAtOnce * kMaxVecs sums stay in registers
+constexpr int kMaxQueries = kMaxVecs * kLanes;
+constexpr int kFewQueries = kLanes / 2;  // up to here a dot product for each query costs less than a lane for each
+constexpr int kTile = 64;                // keys at once; a multiple of kLanes and kRowsAtOnce
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint16_t ShortVec __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+typedef uint32_t WordVec __attribute__((vector_size(kLanes * 4)));
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline Vec splat(float x) { return x - Vec{}; }
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline Vec load(const Bfloat16* p) {
+  const ShortVec bits = *reinterpret_cast<const ShortVec*>(p);
+  return reinterpret_cast<Vec>(__builtin_convertvector(bits, WordVec) << 16);
+}
+// By hand: not every compiler has _Float16. Subnormals go through an integer, because XLA's threads flush subnormal floats.
+inline Vec load(const Float16* p) {
+  const WordVec word = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), WordVec);
+  const WordVec exponent = word & 0x7c00, magnitude = word & 0x7fff;
+  const WordVec rebias = WordVec{} + (112u << 23);  // from an exponent around 15 to one around 127
+  const Vec normal = reinterpret_cast<Vec>((magnitude << 13) + rebias + (exponent == 0x7c00 ? rebias : WordVec{}));
+  const Vec subnormal = __builtin_convertvector(reinterpret_cast<IntVec>(magnitude), Vec) * splat(0x1p-24f);
+  const Vec absolute = exponent == 0 ? subnormal : normal;
+  return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(absolute) | ((word & 0x8000) << 16));
+}
+inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+
+// The first `count` lanes from memory, 0 in the others.
+template <typename T>
+inline Vec load_part(const T* p, int64_t count) {
+  T values[kLanes] = {};
+  std::copy_n(p, count, values);
+  return load(values);
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x for x <= 80, relative error 2e-7 (Cephes' expf): 2^n times a polynomial on [-ln2/2, ln2/2]. Below -87 it is 0.
+inline Vec exponential(Vec x) {
+  const IntVec is_tiny = x < splat(-87.0f);
+  x = is_tiny ? Vec{} : x;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec n = (x * splat(1.44269504f) + magic) - magic;
+  const Vec r = (x - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * r * r + r + splat(1.0f);
+  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  p = p * reinterpret_cast<Vec>(exponent);
+  return is_tiny ? Vec{} : p;
+}
+
+inline Vec soft_capped(Vec score, float cap) {
+  Vec x = score / splat(cap);
+  x = x > splat(15.0f) ? splat(15.0f) : x;  // tanh is 1 there; keeps exponential in range
+  x = x < splat(-15.0f) ? splat(-15.0f) : x;
+  return splat(cap) * (splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f)));
+}
+
+// One vector whose lane i is the sum of all lanes of v[i]: a tree that halves the number of vectors, one index bit at a time.
+template <int kBit, int... I>
+inline Vec merge_sums(Vec a, Vec b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  const Vec own = __builtin_shufflevector(a, b, ((I & kBit) ? kLanes + I : I)...);
+  const Vec other = __builtin_shufflevector(a, b, ((I & kBit) ? kLanes + (I ^ kBit) : (I ^ kBit))...);
+#else
+  const Vec own = __builtin_shuffle(a, b, IntVec{((I & kBit) ? kLanes + I : I)...});
+  const Vec other = __builtin_shuffle(a, b, IntVec{((I & kBit) ? kLanes + (I ^ kBit) : (I ^ kBit))...});
+#endif
+  return own + other;
+}
+template <int kBit = 1>
+inline Vec sum_each(Vec* v) {
+  if constexpr (kBit == kLanes) {
+    return v[0];
+  } else {
+    for (int i = 0; i < kLanes / (2 * kBit); ++i) {
+      v[i] = merge_sums<kBit>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kLanes>());
+    }
+    return sum_each<2 * kBit>(v);
+  }
+}
+
+// c[i, :] += sum over k of a[i * a_row + k * a_k] * b[k, :], for kRows rows and kVecs vectors of columns.
+template <int kRows, int kVecs>
+inline void multiply_tile(float* c, int c_stride, const float* a, int a_row, int a_k, const float* b, int b_stride, int num_k) {
+  Vec sum[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = load(c + i * c_stride + j * kLanes);
+  for (int k = 0; k < num_k; ++k) {
+    Vec column[kVecs];
+    for (int j = 0; j < kVecs; ++j) column[j] = load(b + k * b_stride + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec factor = splat(a[i * a_row + k * a_k]);
+      for (int j = 0; j < kVecs; ++j) sum[i][j] += factor * column[j];
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) store(c + i * c_stride + j * kLanes, sum[i][j]);
+}
+
+// The call's arguments in plain form. Strides are in elements.
+template <typename T>
+struct Step {
+  const float* q;
+  const T* pages;
+  const int32_t* page_tables;
+  const int32_t* row_start;  // unused in decode
+  const int32_t* kv_length;
+  const int32_t* position;
+  const float* sinks;  // null: none
+  float* out;
+  int64_t num_heads, num_kv_heads, group, head_dim, page_size, max_pages;
+  float scale, soft_cap;  // soft_cap 0: none
+  int32_t window;         // 0: none
+};
+
+struct Item {
+  int32_t row, kv_head;
+  int32_t first_token;         // the row's first token in the step
+  int32_t first_query, count;  // of the row's tokens x group
+};
+
+// Scratch memory of one thread, kept between calls.
+struct Scratch {
+  std::vector<float> q, k, v, scores, out;
+  void resize(int padded_dim) {
+    const auto grow = [](std::vector<float>& a, size_t size) {
+      if (a.size() < size) a.resize(size);
+    };
+    grow(q, size_t{kMaxQueries} * padded_dim);
+    grow(out, size_t{kMaxQueries} * padded_dim);
+    grow(k, size_t{kTile} * padded_dim);
+    grow(v, size_t{kTile} * padded_dim);
+    grow(scores, size_t{kTile} * kMaxQueries);
+  }
+};
+
+// Walks the keys of one item.
+template <typename T>
+class Walk {
+ public:
+  Walk(const Step<T>& step, const Item& item, Scratch& scratch)
+      : step_(step), item_(item), s_(scratch), padded_dim_((static_cast<int>(step.head_dim) + kLanes - 1) / kLanes * kLanes) {
+    s_.resize(padded_dim_);
+    int32_t lowest = std::numeric_limits<int32_t>::max(), highest = -1;
+    for (int i = 0; i < kMaxQueries; ++i) {
+      last_[i] = first_[i] = -1;
+      if (i >= item.count) continue;
+      const int32_t position = step.position[token(i)];
+      last_[i] = std::min(position, step.kv_length[item.row] - 1);
+      first_[i] = step.window ? std::max(0, position - step.window + 1) : 0;
+      lowest = std::min(lowest, first_[i]);
+      highest = std::max(highest, last_[i]);
+    }
+    begin_ = lowest;
+    end_ = highest + 1;
+  }
+
+  void run() {
+    if (item_.count <= kFewQueries) return few();
+    if (item_.count <= kLanes) return many<1>();
+    if (item_.count <= 2 * kLanes) return many<2>();
+    many<3>();
+  }
+
+ private:
+  int64_t token(int i) const { return item_.first_token + (item_.first_query + i) / step_.group; }
+  int64_t head(int i) const { return item_.kv_head * step_.group + (item_.first_query + i) % step_.group; }
+  int64_t query_offset(int i) const { return (token(i) * step_.num_heads + head(i)) * step_.head_dim; }
+
+  // Fills keys (which = 0) or values (1) of positions [tile, tile + kTile), converted; 0 outside [begin_, end_), so that neither
+  // a page nobody may read nor the unwritten rest of a page is touched. Head dims are padded with 0.
+  void load_tile(int which, int32_t tile, float* to) const {
+    const int64_t dim = step_.head_dim;
+    const int32_t from = std::max(tile, begin_), until = std::min(tile + kTile, end_);
+    std::fill(to, to + int64_t{from - tile} * padded_dim_, 0.0f);
+    for (int32_t at = from; at < until;) {
+      const int32_t index = at / step_.page_size, offset = at % step_.page_size;
+      const int32_t count = std::min<int32_t>(until - at, step_.page_size - offset);
+      const int64_t page = step_.page_tables[item_.row * step_.max_pages + index];
+      const T* source = step_.pages + (((page * 2 + which) * step_.num_kv_heads + item_.kv_head) * step_.page_size + offset) * dim;
+      for (int32_t i = 0; i < count; ++i, source += dim) {
+        float* target = to + int64_t{at + i - tile} * padded_dim_;
+        int64_t d = 0;
+        for (; d + kLanes <= dim; d += kLanes) store(target + d, load(source + d));
+        if (d < dim) store(target + d, load_part(source + d, dim - d));
+      }
+      at += count;
+    }
+    std::fill(to + int64_t{until - tile} * padded_dim_, to + int64_t{kTile} * padded_dim_, 0.0f);
+  }
+
+  // Few queries: [query][dim] vectors, a dot product for each key.
+  void few() {
+    const int count = item_.count, dim = padded_dim_;
+    float peak[kFewQueries], total[kFewQueries];
+    std::fill(s_.out.begin(), s_.out.begin() + count * dim, 0.0f);
+    for (int i = 0; i < count; ++i) {
+      float* q = s_.q.data() + i * dim;
+      std::copy_n(step_.q + query_offset(i), step_.head_dim, q);
+      std::fill(q + step_.head_dim, q + dim, 0.0f);
+      peak[i] = step_.sinks ? step_.sinks[head(i)] : -kInfinity;
+      total[i] = step_.sinks ? 1.0f : 0.0f;
+    }
+    for (int32_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
+      load_tile(0, tile, s_.k.data());
+      load_tile(1, tile, s_.v.data());
+      const int num_keys = (std::min(tile + kTile, end_) - tile + kLanes - 1) / kLanes * kLanes;
+      for (int i = 0; i < count; ++i) few_softmax(i, tile, num_keys, peak[i], total[i]);
+      for (int i = 0; i < count; i += 4) few_values(i, std::min(4, count - i), num_keys);
+    }
+    for (int i = 0; i < count; ++i) {
+      float* to = step_.out + query_offset(i);
+      const float inverse = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
+      for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = s_.out[i * dim + d] * inverse;
+    }
+  }
+
+  // Scores of one query against a tile, taken into its running softmax; leaves the weights in s_.scores.
+  void few_softmax(int i, int32_t tile, int num_keys, float& peak, float& total) {
+    const int dim = padded_dim_;
+    const float* q = s_.q.data() + i * dim;
+    float* scores = s_.scores.data() + i * kTile;
+    Vec highest = splat(peak);
+    IntVec lane;
+    for (int j = 0; j < kLanes; ++j) lane[j] = j;
+    for (int t = 0; t < num_keys; t += kLanes) {
+      Vec sum[kLanes] = {};
+      const float* k = s_.k.data() + t * dim;
+      for (int d = 0; d < dim; d += kLanes) {
+        const Vec factor = load(q + d);
+        for (int j = 0; j < kLanes; ++j) sum[j] += factor * load(k + j * dim + d);
+      }
+      Vec score = sum_each(sum) * splat(step_.scale);
+      if (step_.soft_cap != 0.0f) score = soft_capped(score, step_.soft_cap);
+      const IntVec at = lane + (tile + t);
+      score = (at >= first_[i]) & (at <= last_[i]) ? score : splat(-kInfinity);
+      store(scores + t, score);
+      highest = larger(score, highest);
+    }
+    float new_peak = peak;
+    for (int j = 0; j < kLanes; ++j) new_peak = std::max(new_peak, highest[j]);
+    const float shift = new_peak == -kInfinity ? 0.0f : new_peak;
+    const float decay = exponential(splat(peak - shift))[0];
+    Vec sum = {};
+    for (int t = 0; t < num_keys; t += kLanes) {
+      const Vec weight = exponential(load(scores + t) - splat(shift));
+      store(scores + t, weight);
+      sum += weight;
+    }
+    float added = 0.0f;
+    for (int j = 0; j < kLanes; ++j) added += sum[j];
+    total = total * decay + added;
+    peak = new_peak;
+    for (int d = 0; d < dim; d += kLanes) store(s_.out.data() + i * dim + d, load(s_.out.data() + i * dim + d) * splat(decay));
+  }
+
+  void few_values(int i, int count, int num_keys) {
+    const int dim = padded_dim_;
+    const auto rows = [&](auto num_rows) {
+      constexpr int kRows = decltype(num_rows)::value;
+      const float* weights = s_.scores.data() + i * kTile;
+      int d = 0;
+      for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+        multiply_tile<kRows, 2>(s_.out.data() + i * dim + d, dim, weights, kTile, 1, s_.v.data() + d, dim, num_keys);
+      }
+      if (d < dim) multiply_tile<kRows, 1>(s_.out.data() + i * dim + d, dim, weights, kTile, 1, s_.v.data() + d, dim, num_keys);
+    };
+    if (count == 1) rows(std::integral_constant<int, 1>());
+    if (count == 2) rows(std::integral_constant<int, 2>());
+    if (count == 3) rows(std::integral_constant<int, 3>());
+    if (count == 4) rows(std::integral_constant<int, 4>());
+  }
+
+  // Many queries, one in each lane: q, scores and out are transposed, [dim or key][query], so the softmax needs no sum over lanes.
+  template <int kVecs>
+  void many() {
+    constexpr int kWidth = kVecs * kLanes;
+    const int dim = padded_dim_;
+    Vec peak[kVecs], total[kVecs];
+    IntVec first[kVecs], last[kVecs];
+    std::fill(s_.q.begin(), s_.q.begin() + dim * kWidth, 0.0f);
+    std::fill(s_.out.begin(), s_.out.begin() + dim * kWidth, 0.0f);
+    for (int i = 0; i < kWidth; ++i) {
+      const bool has_sink = step_.sinks && i < item_.count;
+      peak[i / kLanes][i % kLanes] = has_sink ? step_.sinks[head(i)] : -kInfinity;
+      total[i / kLanes][i % kLanes] = has_sink ? 1.0f : 0.0f;
+      first[i / kLanes][i % kLanes] = first_[i];
+      last[i / kLanes][i % kLanes] = last_[i];
+      if (i >= item_.count) continue;
+      const float* q = step_.q + query_offset(i);
+      for (int64_t d = 0; d < step_.head_dim; ++d) s_.q[d * kWidth + i] = q[d];
+    }
+    for (int32_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
+      load_tile(0, tile, s_.k.data());
+      load_tile(1, tile, s_.v.data());
+      const int num_keys = (std::min(tile + kTile, end_) - tile + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;
+      std::fill(s_.scores.begin(), s_.scores.begin() + num_keys * kWidth, 0.0f);
+      for (int t = 0; t < num_keys; t += kRowsAtOnce) {
+        multiply_tile<kRowsAtOnce, kVecs>(s_.scores.data() + t * kWidth, kWidth, s_.k.data() + t * dim, dim, 1, s_.q.data(), kWidth, dim);
+      }
+      many_softmax<kVecs>(tile, num_keys, first, last, peak, total);
+      for (int d = 0; d < dim; d += kRowsAtOnce) {
+        multiply_tile<kRowsAtOnce, kVecs>(s_.out.data() + d * kWidth, kWidth, s_.v.data() + d, 1, dim, s_.scores.data(), kWidth, num_keys);
+      }
+    }
+    for (int i = 0; i < item_.count; ++i) {
+      const float sum = total[i / kLanes][i % kLanes];
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      float* to = step_.out + query_offset(i);
+      for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = s_.out[d * kWidth + i] * inverse;
+    }
+  }
+
+  template <int kVecs>
+  void many_softmax(int32_t tile, int num_keys, const IntVec* first, const IntVec* last, Vec* peak, Vec* total) {
+    constexpr int kWidth = kVecs * kLanes;
+    for (int j = 0; j < kVecs; ++j) {
+      Vec highest = peak[j];
+      float* scores = s_.scores.data() + j * kLanes;
+      for (int t = 0; t < num_keys; ++t) {
+        Vec score = load(scores + t * kWidth) * splat(step_.scale);
+        if (step_.soft_cap != 0.0f) score = soft_capped(score, step_.soft_cap);
+        const IntVec at = IntVec{} + (tile + t);
+        score = (at >= first[j]) & (at <= last[j]) ? score : splat(-kInfinity);
+        store(scores + t * kWidth, score);
+        highest = larger(score, highest);
+      }
+      const Vec shift = highest == splat(-kInfinity) ? Vec{} : highest;
+      const Vec decay = exponential(peak[j] - shift);
+      Vec sum = {};
+      for (int t = 0; t < num_keys; ++t) {
+        const Vec weight = exponential(load(scores + t * kWidth) - shift);
+        store(scores + t * kWidth, weight);
+        sum += weight;
+      }
+      total[j] = total[j] * decay + sum;
+      peak[j] = highest;
+      float* out = s_.out.data() + j * kLanes;
+      for (int d = 0; d < padded_dim_; ++d) store(out + d * kWidth, load(out + d * kWidth) * decay);
+    }
+  }
+
+  const Step<T>& step_;
+  const Item& item_;
+  Scratch& s_;
+  const int padded_dim_;
+  int32_t begin_, end_;                             // keys that any query of the item sees
+  int32_t first_[kMaxQueries], last_[kMaxQueries];  // keys that each query sees
+};
+
+// The list of items and how far it is. Shared with helpers that may start after the call is over and find nothing left.
+template <typename T>
+struct Work {
+  Step<T> step;
+  std::vector<Item> items;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void help() {
+    thread_local Scratch scratch;
+    const int64_t count = items.size();
+    // From the end: the rows with most tokens come last, and long items first balance the threads best.
+    for (int64_t i; (i = next.fetch_add(1)) < count;) {
+      Walk<T>(step, items[count - 1 - i], scratch).run();
+      if (done.fetch_add(1) + 1 == count) done.notify_all();
+    }
+  }
+};
+
+template <typename T>
+ffi::Error run(ffi::ThreadPool& pool, const Step<T>& step, int64_t num_rows, bool is_decode) {
+  auto work = std::make_shared<Work<T>>();
+  work->step = step;
+  int64_t cost = 0;
+  for (int32_t row = 0; row < num_rows; ++row) {
+    const int32_t first_token = is_decode ? row : step.row_start[row];
+    const int64_t num_queries = (is_decode ? 1 : step.row_start[row + 1] - first_token) * step.group;
+    cost += num_queries * step.kv_length[row];
+    for (int32_t query = 0; query < num_queries; query += kMaxQueries) {
+      const int32_t count = std::min<int64_t>(kMaxQueries, num_queries - query);
+      for (int32_t kv_head = 0; kv_head < step.num_kv_heads; ++kv_head) {
+        work->items.push_back({row, kv_head, first_token, query, count});
+      }
+    }
+  }
+  // Waking a thread costs some microseconds: small steps do not.
+  constexpr int64_t kWorthAThread = 1 << 18;
+  cost *= step.num_kv_heads * step.head_dim;
+  const int64_t num_helpers = std::min<int64_t>({pool.num_threads() - 1, static_cast<int64_t>(work->items.size()) - 1, cost / kWorthAThread});
+  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work->help(); });
+  work->help();
+  const int64_t count = work->items.size();
+  for (int64_t done; (done = work->done.load()) < count;) work->done.wait(done);
+  return ffi::Error::Success();
+}
+
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+
+template <typename T>
+ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length, Ints position,
+                Floats sinks, float scale, float soft_cap, int32_t window, bool is_decode, float* out) {
+  const int64_t num_rows = page_tables.dimensions()[0], num_kv_heads = pages.dimensions()[2];
+  const int64_t num_tokens = q.dimensions()[0], num_heads = q.dimensions()[1], head_dim = q.dimensions()[2];
+  const Step<T> step{.q = q.typed_data(),
+                     .pages = static_cast<const T*>(pages.untyped_data()),
+                     .page_tables = page_tables.typed_data(),
+                     .row_start = row_start.typed_data(),
+                     .kv_length = kv_length.typed_data(),
+                     .position = position.typed_data(),
+                     .sinks = sinks.element_count() ? sinks.typed_data() : nullptr,
+                     .out = out,
+                     .num_heads = num_heads,
+                     .num_kv_heads = num_kv_heads,
+                     .group = num_heads / num_kv_heads,
+                     .head_dim = head_dim,
+                     .page_size = pages.dimensions()[3],
+                     .max_pages = page_tables.dimensions()[1],
+                     .scale = scale,
+                     .soft_cap = soft_cap,
+                     .window = window};
+  const int64_t num_real = is_decode ? num_tokens : step.row_start[num_rows];
+  std::fill(out + num_real * num_heads * head_dim, out + num_tokens * num_heads * head_dim, 0.0f);
+  return run(pool, step, num_rows, is_decode);
+}
+
+ffi::Error paged_attention(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length,
+                           Ints position, Floats sinks, float scale, float soft_cap, int32_t window, bool is_decode,
+                           ffi::ResultBuffer<ffi::F32> out) {
+  const auto with = [&](auto element) {
+    return call<decltype(element)>(pool, q, pages, page_tables, row_start, kv_length, position, sinks, scale, soft_cap, window, is_decode,
+                                   out->typed_data());
+  };
+  switch (pages.element_type()) {
+    case ffi::F32:
+      return with(float{});
+    case ffi::BF16:
+      return with(Bfloat16{});
+    case ffi::F16:
+      return with(Float16{});
+    default:
+      return ffi::Error::InvalidArgument("pages must be float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int32_t>("window")
+                                  .Attr<bool>("is_decode")
+                                  .Ret<Floats>());
