@@ -1,0 +1,339 @@
+"""Doubles whose results a person can compute by hand: `CountingRunner`, a fake device, and `CountingLoop`, an engine around it.
+
+The runner keeps what a real device keeps (slots with page tables, pages with contents) and checks every access, so that a leaked, shared
+or prematurely freed page, a wrong start or a wrong table entry is an AssertionError at the row that meets it. Imports no JAX.
+Next: `core.plan` for what it obeys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.config import SchedulerLimits
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.events import Logprobs, StepResult, TokenEvent
+from jaxserve.core.plan import Admission, Plan, Row
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import FinishReason
+from jaxserve.scheduler.scheduler import Scheduler
+
+type _Content = list[tuple[int, int] | None]
+
+
+def next_token(visible: Sequence[int], vocab_size: int, seed: int = 0) -> int:
+    """The token that follows `visible`: the sum of its ids, plus how many they are, plus the seed, modulo the vocabulary.
+
+    Greedy sequences have seed 0 here, so after (5, 3) comes (5 + 3 + 2) % vocab_size.
+    """
+    return (sum(visible) + len(visible) + seed) % vocab_size
+
+
+def solo_output(
+    prompt: Sequence[int], params: SamplingParams, *, max_length: int, eos: Set[int] = frozenset(), vocab_size: int = 1000, index: int = 0
+) -> tuple[list[int], FinishReason, int | None]:
+    """What sequence `index` of a request must produce, whatever runs beside it: tokens, finish reason and stop reason.
+
+    Sampling needs a seed in `params`; `max_length` is the context length.
+    """
+    seed = 0 if params.is_greedy else (params.seed or 0) + index
+    ends_at_eos = set() if params.ignore_eos else eos
+    tokens: list[int] = []
+    while True:
+        token = next_token([*prompt, *tokens], vocab_size, seed)
+        if len(tokens) < params.min_tokens:
+            while token in ends_at_eos or token in params.stop_token_ids:
+                token = (token + 1) % vocab_size
+        tokens.append(token)
+        if len(tokens) >= params.min_tokens and token in ends_at_eos:
+            return tokens, FinishReason.STOP, None
+        if len(tokens) >= params.min_tokens and token in params.stop_token_ids:
+            return tokens, FinishReason.STOP, token
+        if len(tokens) == params.max_tokens or len(prompt) + len(tokens) == max_length:
+            return tokens, FinishReason.LENGTH, None
+
+
+def logprobs_of(token_id: int, visible: Sequence[int], vocab_size: int, num_top: int) -> Logprobs:
+    """Log-probabilities after `visible`: with best = next_token(visible), token (best + r) % vocab_size has rank r + 1, logprob -(r + 1).
+
+    `num_top` -1 gives the whole vocabulary in vocabulary order.
+    """
+    return _logprobs(token_id, next_token(visible, vocab_size), vocab_size, num_top)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Device state of one sequence; `tokens` are those computed so far, `verified` the page versions they were last compared with."""
+
+    admission: Admission
+    tables: list[list[int]]
+    verified: list[list[int]]
+    tokens: list[int] = field(default_factory=list)
+    total: int = 0
+    last_token: int | None = None
+
+
+class _Pending:
+    """A step whose result is known; `wait` pretends that the device takes until `ready_s`."""
+
+    def __init__(self, result: StepResult, ready_s: float) -> None:
+        self._result = result
+        self._ready_s = ready_s
+
+    def wait(self) -> StepResult:
+        """The result, not before the step's pretended end."""
+        time.sleep(max(0.0, self._ready_s - time.perf_counter()))
+        return self._result
+
+
+class CountingRunner:
+    """A Runner without a model. Each computed token is written, with its position, into the page that the slot's table names.
+
+    Before a row is computed, all positions [0, start) are read back through the table and must hold the sequence's own tokens.
+
+    Args:
+        vocab_size: Tokens are 0 .. vocab_size - 1.
+        poison_token_id: Sampling after a sequence that holds this token gives -1 (logits not finite).
+        tokens_of: Gives a sequence's tokens by seq_id; with it, prefix hits are compared with what they should hold, not only
+            with what the slot was seen to write.
+        step_s: Pretended duration of a step in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        num_groups: int = 1,
+        vocab_size: int = 1000,
+        poison_token_id: int | None = None,
+        tokens_of: Callable[[int], Sequence[int]] | None = None,
+        step_s: float = 0.0,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.num_groups = num_groups
+        self.vocab_size = vocab_size
+        self._poison_token_id = poison_token_id
+        self._tokens_of = tokens_of
+        self._step_s = step_s
+        self.num_steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Lose all pages and slots, as after a failed step."""
+        self._contents: list[_Content] = [[] for _ in range(self.num_pages)]
+        self._versions = [0] * self.num_pages
+        self._slots: dict[int, _Slot] = {}
+
+    def run(self, plan: Plan) -> _Pending:
+        """Execute the plan: admissions, page writes, then the rows in order."""
+        self.num_steps += 1
+        self._admit(plan)
+        sizes = [row.num_tokens for row in plan.rows]
+        num_single = sizes.count(1)
+        assert sizes[:num_single] == [1] * num_single, "rows with one token come first"
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows"
+        writers: dict[int, int] = {}
+        result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[])
+        for row in plan.rows:
+            self._compute(row, writers, result)
+        return _Pending(result, time.perf_counter() + self._step_s)
+
+    def _admit(self, plan: Plan) -> None:
+        for admission in plan.admissions:
+            assert 0 <= admission.slot < self.max_num_seqs, f"slot {admission.slot} is not a sequence's"
+            empty: list[list[int]] = [[] for _ in range(self.num_groups)]
+            self._slots[admission.slot] = _Slot(admission, empty, [[] for _ in range(self.num_groups)])
+        for slot, group, index, page in plan.page_writes:
+            assert 0 < page < self.num_pages, f"page {page} is not a sequence's"
+            table, verified = self._slots[slot].tables[group], self._slots[slot].verified[group]
+            assert index == len(table), "page tables only grow"
+            table.append(page)
+            verified.append(-1)
+        for admission in plan.admissions:
+            self._read_prefix(self._slots[admission.slot])
+
+    def _read_prefix(self, slot: _Slot) -> None:
+        """Positions found in the prefix cache: their tokens come from the pages."""
+        admission = slot.admission
+        length = admission.num_computed_tokens
+        for i in range(length):
+            entry = self._contents[slot.tables[0][i // self.page_size]][i % self.page_size]
+            assert entry is not None and entry[1] == i, f"position {i} is read from a page that holds {entry}"
+            slot.tokens.append(entry[0])
+        slot.total = sum(slot.tokens)
+        if self._tokens_of is not None:
+            assert slot.tokens == list(self._tokens_of(admission.seq_id)[:length]), "a prefix hit holds other tokens"
+        if admission.penalty_slot is not None:
+            assert list(admission.token_ids[:length]) == slot.tokens and len(admission.token_ids) > length
+
+    def _compute(self, row: Row, writers: dict[int, int], result: StepResult) -> None:
+        slot = self._slots[row.slot]
+        assert slot.admission.seq_id == row.seq_id, f"slot {row.slot} belongs to sequence {slot.admission.seq_id}, not {row.seq_id}"
+        assert row.start == len(slot.tokens), f"row starts at {row.start}, the slot's length is {len(slot.tokens)}"
+        self._verify(slot)
+        tokens = row.token_ids
+        if not tokens:
+            assert row.num_tokens == 1 and slot.last_token is not None, "the slot has no sampled token"
+            tokens = (slot.last_token,)
+        assert len(tokens) == row.num_tokens and all(0 <= token < self.vocab_size for token in tokens)
+        self._write(slot, row.slot, tokens, writers)
+        prompt_logprobs = []
+        for i, token in enumerate(tokens):
+            slot.tokens.append(token)
+            slot.total += token
+            if row.num_prompt_logprobs is not None and row.prompt_targets[i] >= 0:
+                prompt_logprobs.append(_logprobs(row.prompt_targets[i], self._best(slot), self.vocab_size, row.num_prompt_logprobs))
+        token_id = self._sample(slot) if row.is_sampled else None
+        slot.last_token = token_id
+        wants_logprobs = token_id is not None and row.num_logprobs is not None
+        result.token_ids.append(token_id)
+        result.logprobs.append(_logprobs(token_id, self._best(slot), self.vocab_size, row.num_logprobs) if wants_logprobs else None)  # type: ignore[arg-type]
+        result.prompt_logprobs.append(prompt_logprobs if row.num_prompt_logprobs is not None else None)
+
+    def _verify(self, slot: _Slot) -> None:
+        """Every visible position holds the sequence's own token. Pages not written since the last comparison are not read again."""
+        length, size = len(slot.tokens), self.page_size
+        num_visible = -(-length // size)
+        for table, verified in zip(slot.tables, slot.verified, strict=True):
+            assert len(table) >= num_visible, "a visible position has no page"
+            versions = [self._versions[page] for page in table[:num_visible]]
+            if versions == verified[:num_visible]:
+                continue
+            for i, page in enumerate(table[:num_visible]):
+                span = range(i * size, min((i + 1) * size, length))
+                held, own = self._contents[page][: len(span)], [(slot.tokens[p], p) for p in span]
+                assert held == own, f"page {page} of sequence {slot.admission.seq_id} holds {held}, not {own}"
+            verified[:num_visible] = versions
+
+    def _write(self, slot: _Slot, slot_id: int, tokens: Sequence[int], writers: dict[int, int]) -> None:
+        size, start = self.page_size, len(slot.tokens)
+        for group, table in enumerate(slot.tables):
+            for position, token in enumerate(tokens, start):
+                assert position // size < len(table), f"position {position} has no page"
+                content = self._contents[table[position // size]]
+                if not content:
+                    content += [None] * size
+                content[position % size] = (token, position)
+            for i in range(start // size, (start + len(tokens) - 1) // size + 1):
+                page = table[i]
+                assert writers.setdefault(page, slot_id) == slot_id, f"page {page} has two writers in one step"
+                self._versions[page] += 1
+                slot.verified[group][i] = self._versions[page]
+
+    def _best(self, slot: _Slot) -> int:
+        return (slot.total + len(slot.tokens)) % self.vocab_size
+
+    def _sample(self, slot: _Slot) -> int:
+        """`next_token`; before `min_tokens` the next id that does not stop the sequence."""
+        if self._poison_token_id in slot.tokens:
+            return -1
+        admission = slot.admission
+        token = (self._best(slot) + (0 if admission.params.is_greedy else admission.seed)) % self.vocab_size
+        if len(slot.tokens) - admission.num_prompt_tokens < admission.params.min_tokens:
+            while token in admission.stop_token_ids:
+                token = (token + 1) % self.vocab_size
+        return token
+
+
+def _logprobs(token_id: int, best: int, vocab_size: int, num_top: int) -> Logprobs:
+    ids = list(range(vocab_size)) if num_top == -1 else [(best + r) % vocab_size for r in range(num_top)]
+    ranks = [(i - best) % vocab_size + 1 for i in ids]
+    rank = (token_id - best) % vocab_size + 1
+    return Logprobs(token_id, float(-rank), rank, ids, [float(-r) for r in ranks])
+
+
+@dataclass(slots=True)
+class Output:
+    """Everything one sequence has emitted."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+class CountingLoop:
+    """Scheduler and CountingRunner turned step by step, with the checks that hold at every step.
+
+    `step` is the plain loop; `dispatch` and `collect` are its halves, for plans in flight. `outputs` maps (request_id, index).
+    """
+
+    def __init__(self, limits: SchedulerLimits, *, buckets: Buckets | None = None, **runner_options: Any) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits, buckets)
+        self.runner = CountingRunner(
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_num_seqs=limits.max_num_seqs,
+            num_groups=limits.num_groups,
+            **runner_options,
+        )
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self.outputs: dict[tuple[str, int], Output] = {}
+
+    def add(self, request_id: str, prompt: Sequence[int], *, priority: int = 0, salt: str | None = None, **params: Any) -> Request:
+        """Queue a request, greedy unless `params` say otherwise."""
+        checked = SamplingParams(**{"temperature": 0.0, **params})
+        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=checked, priority=priority, cache_salt=salt)
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request or one sequence of it."""
+        self.take(self.scheduler.abort(request_id, index))
+
+    def dispatch(self) -> Plan:
+        """Schedule and run a step; its results wait for `collect`."""
+        plan = self.scheduler.schedule()
+        assert (
+            plan.num_tokens <= self.limits.max_num_batched_tokens
+            and len(plan.rows) <= self.scheduler.num_running <= self.limits.max_num_seqs
+        )
+        if plan.rows:
+            self.in_flight.append((plan, self.runner.run(plan).wait()))
+        return plan
+
+    def collect(self) -> None:
+        """Commit the oldest dispatched step."""
+        plan, result = self.in_flight.popleft()
+        self.take(self.scheduler.commit(plan, result))
+
+    def step(self) -> Plan:
+        """One turn of the plain loop."""
+        plan = self.dispatch()
+        while self.in_flight:
+            self.collect()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> list[Plan]:
+        """Steps until nothing is left; each must schedule something."""
+        plans = []
+        while self.scheduler.has_work:
+            plans.append(self.step())
+            assert plans[-1].rows, "there is work but nothing was scheduled"
+            assert len(plans) <= max_steps, "the work does not end"
+        return plans
+
+    def take(self, events: Sequence[TokenEvent]) -> None:
+        """Add events to the outputs."""
+        for event in events:
+            output = self.outputs.setdefault((event.request_id, event.index), Output())
+            assert output.finish_reason is None, "an event after the end"
+            assert event.token_ids or event.finish_reason is not None, "an event without news"
+            assert event.prompt_logprobs is None or not output.token_ids, "prompt logprobs after the first event"
+            output.token_ids += event.token_ids
+            output.logprobs += event.logprobs or []
+            output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
+            output.num_cached_tokens = event.num_cached_tokens
+            output.finish_reason, output.stop_reason, output.error = event.finish_reason, event.stop_reason, event.error
