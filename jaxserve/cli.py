@@ -23,7 +23,7 @@ from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest, Jaxser
 from jaxserve.settings import OTHER_VARIABLES, add_flags, nearest, resolve_settings
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_tokens": (int, "Most tokens to generate for each prompt."),
+    "max_tokens": (int, "Most tokens to generate for each prompt (default 16)."),
     "min_tokens": (int, "Tokens before an end may be chosen."),
     "temperature": (float, "Randomness; 0 always takes the most likely token."),
     "top_p": (float, "Sample from the most likely tokens that reach this probability together."),
@@ -89,14 +89,16 @@ def generate(argv: Sequence[str]) -> int:
     add_flags(parser, EngineConfig)
     arguments = _parse(parser, argv)
     settings = resolve_settings(arguments, os.environ, arguments.get("config"))
+    sampling_values = {name: arguments[name] for name in (*SAMPLING_FLAGS, "stop") if name in arguments}
+    from jaxserve.core.sampling_params import SamplingParams
+
+    SamplingParams(**sampling_values)  # a wrong value is told before the model is loaded
     prompts = arguments["prompts"] or [_read_prompt()]
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     from jaxserve.llm import LLM
 
     with LLM(**{spec.name: getattr(settings.engine, spec.name) for spec in fields(settings.engine)}) as llm:
-        params = llm.default_sampling_params().with_changes(
-            **{name: arguments[name] for name in (*SAMPLING_FLAGS, "stop") if name in arguments}
-        )
+        params = llm.get_default_sampling_params().with_changes(**sampling_values)
         if arguments["chat"]:
             results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
         else:

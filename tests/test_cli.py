@@ -51,6 +51,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--http-only", "--grpc-only"], "http_only and grpc_only are both set"),
         (["generate"], "the following arguments are required: MODEL"),
         (["generate", "m", "--temperature", "hot"], "invalid float value: 'hot'"),
+        (["generate", "m", "hello", "--temperature", "-1"], "temperature is -1.0; it must be between 0.0 and 2.0."),
         (["bench", "througput"], "Did you mean throughput?"),
     ],
 )
