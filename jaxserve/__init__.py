@@ -11,13 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.core.sampling_params import SamplingParams
     from jaxserve.llm import LLM
+    from jaxserve.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
-_MODULES = {"LLM": "jaxserve.llm", "SamplingParams": "jaxserve.core.sampling_params"}
+_MODULES = {
+    "CompletionOutput": "jaxserve.outputs",
+    "EngineConfig": "jaxserve.config",
+    "LLM": "jaxserve.llm",
+    "RequestOutput": "jaxserve.outputs",
+    "SamplingParams": "jaxserve.core.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

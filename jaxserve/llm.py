@@ -1,0 +1,326 @@
+"""The Python interface: an engine in this process, prompts in, answers out.
+
+    with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+
+All prompts go to the engine at once; it batches them. Knows no device: `engine.build` makes the engine. Next: `engine.engine`
+for what a step does, `outputs` for what comes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Self, TypedDict
+
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.admission import check_request
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import EngineInfo
+from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest
+from jaxserve.outputs import OutputBuilder, RequestOutput
+from jaxserve.settings import nearest, parse_value
+from jaxserve.text.chat_template import render_chat
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class TokenPrompt(TypedDict):
+    """A prompt as token ids, taken as they are: no BOS is added."""
+
+    prompt_token_ids: Sequence[int]
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, the same as the bare string."""
+
+    prompt: str
+
+
+Prompt = str | TokenPrompt | TextPrompt
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, loaded and ready. Calls from several threads run one after the other.
+
+    Args:
+        model: A converted checkpoint, a Hugging Face directory, a GGUF file or a hub id; converted once where needed.
+        settings: Fields of `EngineConfig`, or their vLLM names. Sizes may be text, such as "4GiB".
+
+    Raises:
+        ConfigError: A setting is unknown or out of range, or the device cannot be used.
+        CheckpointError: The model is missing, damaged or unsupported.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        config = _engine_config(model, settings)
+        from jaxserve.engine.build import build_engine  # loads JAX: only once the settings are known to be good
+
+        engine = build_engine(config)
+        self._attach(engine, Tokenizer.from_directory(engine.info.model_path))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> Self:
+        """An LLM over an engine built elsewhere, which it then owns."""
+        llm = cls.__new__(cls)
+        llm._attach(engine, tokenizer)
+        return llm
+
+    def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine: Engine | None = engine
+        self._info = engine.info
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._request_ids = map(str, itertools.count())
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the model and the engine."""
+        return self._info
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no parameters are given: the model's generation_config, unless that is switched off."""
+        return SamplingParams(**self._info.default_sampling_params)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: A string, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of those.
+            params: For all prompts, or one for each; None is `get_default_sampling_params()`.
+            use_tqdm: Show progress on stderr.
+
+        Returns:
+            One output for each prompt, in their order. One whose step failed in the engine has finish_reason "error".
+
+        Raises:
+            InvalidRequest: A prompt or its parameters cannot be served; then nothing was generated.
+            EngineUnavailable: The LLM is closed.
+        """
+        listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return self._run([self._read_prompt(prompt) for prompt in listed], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations, written as a prompt by the model's chat template.
+
+        Args:
+            messages: A conversation (a list of `{"role": ..., "content": ...}`), or a list of conversations.
+            params, use_tqdm: As in `generate`, likewise what it returns and raises.
+            chat_template, add_generation_prompt, continue_final_message: As in `text.chat_template.render_chat`.
+            tools: Shown to the template.
+            chat_template_kwargs: More variables for the template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = render_chat(
+                self._tokenizer,
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                template_kwargs={"tools": tools, **(chat_template_kwargs or {})},
+            )
+            prompts.append(_Prompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(prompts, params, use_tqdm)
+
+    def close(self) -> None:
+        """Frees the device. The LLM cannot be used afterwards; closing twice is fine."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _read_prompt(self, prompt: Any) -> _Prompt:
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            try:
+                return _Prompt(prompt.get("prompt"), [operator.index(token_id) for token_id in prompt["prompt_token_ids"]])
+            except TypeError as error:
+                raise InvalidRequest(f"prompt_token_ids must be a list of integers: {error}.", param="prompt_token_ids") from None
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f'a prompt is {type(prompt).__name__}; it must be a string, {{"prompt": text}} or {{"prompt_token_ids": ids}}.',
+                param="prompt",
+            )
+        return _Prompt(text, self._tokenizer.encode(text))
+
+    def _run(self, prompts: list[_Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool) -> list[RequestOutput]:
+        # Everything is checked before the engine sees the first request.
+        checked = [
+            check_request(each, prompt.token_ids, self._info)
+            for prompt, each in zip(prompts, self._params_for_each(params, len(prompts)), strict=True)
+        ]
+        with self._lock:
+            if self._engine is None:
+                raise EngineUnavailable("this LLM is closed; make a new one.")
+            builders = {
+                request_id: OutputBuilder(request_id, prompt.text, prompt.token_ids, each, self._tokenizer)
+                for request_id, prompt, each in zip(self._request_ids, prompts, checked, strict=False)
+            }
+            return _generate(self._engine, list(zip(builders.values(), checked, strict=True)), use_tqdm)
+
+    def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterable[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return itertools.repeat(params, count)
+        if not all(isinstance(each, SamplingParams) for each in params):
+            raise InvalidRequest(f"params is {type(params).__name__}; it must be SamplingParams, or a list of them.")
+        if len(params) != count:
+            raise InvalidRequest(f"there are {count} prompts but {len(params)} sampling parameters; give one for each, or one for all.")
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    text: str | None
+    token_ids: list[int]
+
+
+def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
+    values: dict[str, Any] = {}
+    for given, value in settings.items():
+        if given not in names:
+            raise ConfigError(f"LLM has no setting {given!r}.{nearest(given, list(names))}")
+        values[names[given]] = parse_value(names[given], value, "LLM")
+    return EngineConfig(model=model, **values)
+
+
+def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+    """Runs all requests to their ends. On any error, and on Ctrl-C, nothing of them stays in the engine."""
+    running: dict[str, OutputBuilder] = {}
+    with _Progress(len(requests), is_shown=use_tqdm) as progress, _interrupts_between_steps() as is_interrupted:
+        try:
+            for builder, params in requests:
+                running[builder.output.request_id] = builder
+                engine.add(_engine_request(builder.output, params))
+            while running:
+                if is_interrupted():
+                    raise KeyboardInterrupt
+                _step(engine, running, progress)
+        except BaseException:
+            for request_id in running:
+                engine.abort(request_id)
+            raise
+    return [builder.output for builder, _ in requests]
+
+
+def _engine_request(output: RequestOutput, params: SamplingParams) -> Request:
+    return Request(
+        request_id=output.request_id,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        params=params,
+        arrival_time_s=output.metrics.arrival_time_s,
+    )
+
+
+def _step(engine: Engine, running: dict[str, OutputBuilder], progress: _Progress) -> None:
+    assert engine.has_work, f"the engine is idle with {len(running)} requests unfinished"
+    for event in engine.step():
+        builder = running.get(event.request_id)
+        if builder is None:  # tokens on their way when its last sequence hit a stop string
+            continue
+        delta = builder.push(event)
+        if delta.is_stop_string_hit:
+            engine.abort(event.request_id, event.index)
+        progress.add_tokens(len(delta.token_ids))
+        if builder.output.finished:
+            del running[event.request_id]
+            progress.add_finished(len(builder.output.prompt_token_ids))
+    progress.show()
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], bool]]:
+    """Makes the first Ctrl-C wait for the step that runs, so that the engine is never left inside one; a second one does not wait.
+
+    Yields a function that says whether Ctrl-C was pressed. Only the main thread is ever interrupted by it, and a handler that the
+    program installed itself is left alone.
+    """
+    is_interrupted = threading.Event()
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield is_interrupted.is_set
+        return
+
+    def note(signal_number: int, frame: Any) -> None:
+        is_interrupted.set()
+        signal.signal(signal.SIGINT, default)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield is_interrupted.is_set
+    finally:
+        signal.signal(signal.SIGINT, default)
+
+
+class _Progress:
+    """A bar of finished prompts with tokens per second, read and written."""
+
+    def __init__(self, num_requests: int, *, is_shown: bool) -> None:
+        self._bar = tqdm(total=num_requests, desc="Prompts", unit="prompt", dynamic_ncols=True, miniters=0, disable=not is_shown)
+        self._started_s = time.monotonic()
+        self._num_read = self._num_written = self._num_finished = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def add_tokens(self, count: int) -> None:
+        """Counts generated tokens."""
+        self._num_written += count
+
+    def add_finished(self, num_prompt_tokens: int) -> None:
+        """Counts a finished prompt."""
+        self._num_finished += 1
+        self._num_read += num_prompt_tokens
+
+    def show(self) -> None:
+        """Redraws, if it is time to."""
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
+        rates = f"{self._num_read / elapsed_s:.0f} tok/s in, {self._num_written / elapsed_s:.0f} tok/s out"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(self._num_finished - self._bar.n)
