@@ -161,3 +161,14 @@ print(sorted({"jax", "transformers", "numpy", "torch"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_added_tokens_of_a_byte_level_tokenizer(tmp_path: Path) -> None:
+    """Where they have a character that no byte-level stand-in has (a space, CJK); otherwise as the library reads them."""
+    backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "llama-bias" / "tokenizer.json"))
+    backend.add_tokens(["  ", "日本", "<think>", "é"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    for ids in ([71, 320, 71], [321, 322, 71], [320], [71, 323, 322]):
+        assert tokenizer.decode(ids) == backend.decode(ids)
+    assert tokenizer.decode(tokenizer.encode("d  日本<think>")) == "d  日本<think>"
