@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +72,16 @@ def golden(golden_dir: Path) -> Callable[..., Golden]:
     return load
 
 
-@dataclass
 class SequenceRun:
-    """Runs one sequence step by step in row 0 of two; row 1 is padding. Pages are owned in a scrambled order.
+    """Runs one sequence step by step in row 0 of two; row 1 is padding. Its pages are in a scrambled order.
 
-    A step of one token is a decode step (T = B = 2); a longer one is padded to a multiple of 16 tokens.
+    A step of one token is a decode step (T = B = 2); a longer one is padded to 16 or 64 tokens.
     """
 
-    model: Decoder
-    rope_length: int = 0
-    length: int = 0
-    pages: KVPages = ()
-    programs: dict[bool, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        spec = self.model.spec
-        shape = (2 * PAGES_PER_ROW, 2, spec.num_kv_heads, PAGE_SIZE, spec.head_dim)
-        # NaN where nothing was written: no token may read it.
-        self.pages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_layers))
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
         self.page_table = np.random.default_rng(0).permutation(np.arange(1, 2 * PAGES_PER_ROW))[:PAGES_PER_ROW].astype(np.int32)
-        model_def, self.weights = split_model(self.model)
+        model_def, self.weights = split_model(model)
 
         def step(is_decode: bool, weights: Any, tokens: jax.Array, ctx: AttentionInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
             model = merge_model(model_def, weights)
@@ -99,10 +89,18 @@ class SequenceRun:
             return model.logits(hidden), pages
 
         self.step = jax.jit(step, static_argnums=0)
+        self.start()
+
+    def start(self, rope_length: int = 0) -> None:
+        """Begins a new sequence, admitted at `rope_length` tokens, in pages that hold NaN: no token may read one unwritten."""
+        spec = self.model.spec
+        shape = (2 * PAGES_PER_ROW, 2, spec.num_kv_heads, PAGE_SIZE, spec.head_dim)
+        self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_layers))
+        self.length, self.rope_length = 0, rope_length
 
     def inputs(self, num_tokens: int) -> AttentionInputs:
         """The arrays of a step of the next `num_tokens` tokens, as `runner` would fill them."""
-        size = 2 if num_tokens == 1 else -(-num_tokens // 16) * 16
+        size = 2 if num_tokens == 1 else 16 if num_tokens <= 16 else 64
         position = np.zeros(size, np.int32)
         position[:num_tokens] = np.arange(self.length, self.length + num_tokens)
         is_real = np.arange(size) < num_tokens
