@@ -21,7 +21,7 @@ NUM_GREEDY = 24
 
 def expected_tokens(model, i):
     # With a cache, dynamic RoPE leaves earlier keys on the table they were written with.
-    return model.expected.get("greedy_with_kv_cache", model.expected["greedy"])[i] if i == 2 else model.expected["greedy"][i]
+    return model.expected.get("greedy_with_kv_cache", {}).get(str(i), model.expected["greedy"][i])
 
 
 def requests(model, make, prefix, **params):

@@ -1,0 +1,118 @@
+"""Engines over tiny real models: converted once, compiled once for each page size, and driven with many host limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.config import SchedulerLimits
+from jaxserve.convert import convert
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import EngineInfo
+from jaxserve.models.load import load_model
+from jaxserve.models.registry import resolve_spec
+from jaxserve.runner.runner import ModelRunner, RunnerShape
+from jaxserve.scheduler.scheduler import Scheduler
+
+MAX_SEQS, MAX_TOKENS, MAX_LEN, ARRAY_PAGES = 4, 64, 84, 64
+
+
+class TinyModel:
+    """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs."""
+
+    def __init__(self, source: Path, converted: Path, page_size: int) -> None:
+        convert(source, converted)
+        checkpoint = open_checkpoint(converted)
+        self.spec = resolve_spec(checkpoint.config)
+        self.expected = json.loads((source / "expected.json").read_text())
+        self.arrays = load_file(source / "expected.safetensors")
+        model = load_model(self.spec, checkpoint.read, jnp.float32, device=jax.devices()[0], attention=None)
+        buckets = Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True)
+        shape = RunnerShape(buckets=buckets, num_pages=ARRAY_PAGES, page_size=page_size, max_model_len=MAX_LEN,
+                            max_penalty_slots=MAX_SEQS, has_full_logprobs=True)  # fmt: skip
+        self.runner = ModelRunner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
+        self.runner.compile()
+
+    def engine(self, **changes: object) -> Engine:
+        """An engine with an empty cache; `changes` are fields of SchedulerLimits, host limits only."""
+        self.runner.reset()
+        shape = self.runner.shape
+        limits = SchedulerLimits(
+            max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN, num_pages=ARRAY_PAGES,
+            page_size=shape.page_size, rope_original_length=self.spec.rope.original_length,
+        )  # fmt: skip
+        limits = dataclasses.replace(limits, **changes)
+        info = EngineInfo(
+            model_path="", model="tiny", model_type=self.spec.model_type, dtype="float32", max_model_len=MAX_LEN,
+            vocab_size=self.spec.vocab_size, eos_token_ids=(), num_pages=limits.num_pages, page_size=shape.page_size,
+            max_num_seqs=MAX_SEQS, max_num_batched_tokens=limits.max_num_batched_tokens, max_logprobs=-1, has_prompt_logprobs=True,
+        )  # fmt: skip
+        return Engine(Scheduler(limits), self.runner, info)
+
+
+@functools.cache
+def _tiny_model(source: Path, converted: Path, page_size: int) -> TinyModel:
+    return TinyModel(source, converted, page_size)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`tiny_model(folder, page_size)`: built once for the session."""
+    root = tmp_path_factory.mktemp("converted")
+    return lambda folder, page_size=16: _tiny_model(golden_dir / folder, root / f"{folder}-{page_size}", page_size)
+
+
+def run_all(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[TokenEvent]]:
+    """Adds the requests at once and steps until all have ended; events by (request id, index)."""
+    events: dict[tuple[str, int], list[TokenEvent]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            events.setdefault((event.request_id, event.index), []).append(event)
+    engine.scheduler.check_integrity()
+    return events
+
+
+@pytest.fixture(scope="session")
+def run():
+    """The function `run_all`."""
+    return run_all
+
+
+def greedy(prompt: list[int], request_id: str, max_tokens: int, **params: object) -> Request:
+    """A greedy request that does not stop at EOS."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=sampling)
+
+
+@pytest.fixture(scope="session")
+def greedy_request():
+    """The function `greedy`."""
+    return greedy
+
+
+def dense(entry: Logprobs, vocab_size: int) -> np.ndarray:
+    """A whole-vocabulary entry as an array [V]."""
+    out = np.full(vocab_size, -np.inf, np.float32)
+    out[np.asarray(entry.top_ids)] = entry.top_logprobs
+    return out
+
+
+@pytest.fixture(scope="session")
+def dense_logprobs():
+    """The function `dense`."""
+    return dense
