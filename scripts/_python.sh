@@ -6,9 +6,13 @@ VENV=.venv
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
 
-# True when the command really is a Python new enough (a pyenv shim may exist and yet fail).
+has_uv() { command -v uv >/dev/null; }
+
+# True when the command really is a Python new enough (a pyenv shim may exist and yet fail) that can make an environment.
 is_usable_python() {
-    "$1" -c "import sys, venv; sys.exit(not (sys.version_info[:2] >= (3, $MIN_MINOR)))" >/dev/null 2>&1
+    local needs=sys
+    has_uv || needs="sys, venv, ensurepip"
+    "$1" -c "import $needs; sys.exit(not (sys.version_info[:2] >= (3, $MIN_MINOR)))" >/dev/null 2>&1
 }
 
 # Prints the path of a Python, newest tested versions first.
@@ -21,7 +25,7 @@ find_python() {
             return
         fi
     done
-    if command -v uv >/dev/null; then
+    if has_uv; then
         # uv knows more places, and may install a Python of its own.
         candidate=$(uv python find ">=3.$MIN_MINOR" 2>/dev/null) && is_usable_python "$candidate" && { echo "$candidate"; return; }
         say "no Python 3.$MIN_MINOR or newer found; asking uv to install one ..."
@@ -35,20 +39,14 @@ has_nvidia_driver() {
     [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 }
 
-install_requirements() {
-    if command -v uv >/dev/null; then
-        uv pip install --quiet --python "$VENV/bin/python" --require-hashes "$@"
+# Installs into .venv with uv, or else with the environment's pip.
+install() {
+    if has_uv; then
+        uv pip install --quiet --python "$VENV/bin/python" "$@"
     else
-        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes "$@"
-    fi
-}
-
-install_jaxserve() {
-    # Editable and from the locked build tools; its dependencies are there already.
-    if command -v uv >/dev/null; then
-        uv pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation --editable .
-    else
-        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
+        # An environment that uv made has no pip.
+        "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null
+        "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
     fi
 }
 
@@ -63,11 +61,11 @@ ensure_environment() {
     if [ ! -x "$VENV/bin/python" ]; then
         python=$(find_python)
         say "making $VENV with $("$python" --version) ($python)"
-        if command -v uv >/dev/null; then
+        if has_uv; then
             uv venv --quiet --python "$python" "$VENV"
         else
             "$python" -m venv "$VENV"
-        fi
+        fi || { rm -rf "$VENV"; fail "making $VENV failed; see above."; }
     fi
     for part in core "$@"; do
         stamp=$({ "$VENV/bin/python" --version; cat "requirements/$part.txt" pyproject.toml; } | cksum)
@@ -78,9 +76,10 @@ ensure_environment() {
         # The files of cuda12 and dev hold core too; installing core alone first would only take longer.
         [ "${part%%=*}" = core ] && [ $# -gt 0 ] && [ ${#missing[@]} -gt 1 ] && continue
         say "installing requirements/${part%%=*}.txt (a minute or two the first time) ..."
-        install_requirements -r "requirements/${part%%=*}.txt" || fail "installing requirements/${part%%=*}.txt failed; see above."
+        install --require-hashes -r "requirements/${part%%=*}.txt" || fail "installing requirements/${part%%=*}.txt failed; see above."
     done
-    install_jaxserve || fail "installing jaxserve itself into $VENV failed; see above."
+    # Editable, and built with the locked tools.
+    install --no-deps --no-build-isolation --editable . || fail "installing jaxserve itself into $VENV failed; see above."
     for part in "${missing[@]}"; do
         printf '%s\n' "${part#*=}" >"$VENV/.installed-${part%%=*}"
     done
