@@ -21,6 +21,9 @@ NUM_LARGEST = 64
 """Kept sets up to this size need no bisection; most top_k values and most nuclei are smaller."""
 LARGEST_TILE = 32
 
+_Bracket = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Bit patterns of two distances, one too near and one far enough, and the weights within them; [R] each."""
+
 
 class Filters(NamedTuple):
     """The filters of each row; top_k 0, top_p 1 and min_p 0 are off."""
@@ -109,12 +112,12 @@ def _smallest_distance(
     high = _bits(jnp.minimum(jnp.max(below_best, axis=-1), limit))
     low = jnp.where(is_wanted & ~is_near, _bits(nearest[:, -1]) - 1, high - 1)  # never reaches the target
 
-    def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
+    def is_open(state: _Bracket) -> jax.Array:
         low, high, sum_low, sum_high = state
         lightest = 1.0 if weight is None else jnp.exp(-_float(high))
         return jnp.any((high - low > 1) & (sum_high - sum_low >= 1.5 * lightest))
 
-    def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def halve(state: _Bracket) -> _Bracket:
         low, high, sum_low, sum_high = state
         middle = low + (high - low) // 2
         is_kept = below_best <= _float(middle)[:, None]
