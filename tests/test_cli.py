@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxserve import __version__
+from jaxserve import SamplingParams, __version__
 from jaxserve.cli import COMMANDS, main
 
 HEAVY = ("jax", "flax", "orbax", "transformers", "tokenizers", "numpy", "grpc", "starlette")
@@ -24,10 +26,6 @@ def loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"], ["bench"], ["bench", "nothing"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from jaxserve.cli import main\ntry:\n    main({arguments})\nexcept SystemExit:\n    pass") == set()
-
-
-def test_import_jaxserve_is_lazy() -> None:
-    assert loaded_by("import jaxserve; assert 'LLM' in dir(jaxserve); jaxserve.SamplingParams()") == set()
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +67,43 @@ def test_a_missing_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Capture
     captured = capsys.readouterr()
     assert captured.err.startswith("jaxserve: error: ")
     assert captured.err.count("\n") == 1
+
+
+class EchoLLM:
+    """Answers every prompt with what it was given."""
+
+    def __init__(self, model: str, **settings: object) -> None:
+        self.text = f"{model} {settings['dtype']}"
+
+    def __enter__(self) -> EchoLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(top_k=7)
+
+    def generate(self, prompts: list[str], params: SamplingParams) -> list[SimpleNamespace]:
+        assert (params.top_k, params.temperature) == (7, 0.5)
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=f"{self.text} {prompt}") for _ in range(params.n)]) for prompt in prompts]
+
+    def chat(self, messages: list[list[dict[str, str]]], params: SamplingParams) -> list[SimpleNamespace]:
+        return self.generate([f"{message['role']}: {message['content']}" for conversation in messages for message in conversation], params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "expected"),
+    [
+        (["a", "b", "-n", "2"], "", "m float32 a\nm float32 a\nm float32 b\nm float32 b\n"),
+        ([], "two\nlines\n", "m float32 two\nlines\n"),
+        (["hello", "--chat"], "", "m float32 user: hello\n"),
+    ],
+)
+def test_generate_prints_only_text(
+    arguments: list[str], stdin: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jaxserve.llm.LLM", EchoLLM)
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert main(["generate", "m", *arguments, "--temperature", "0.5", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == expected
