@@ -1,0 +1,237 @@
+"""What HTTP and gRPC share: text to ids, checks, one engine request for each prompt, and token events back to text.
+
+A client's request id is only a label here; the engine gets an id of our own, so a repeated one cannot mix answers. Leaving
+`generate` early (disconnect, cancel, deadline, error) aborts in the engine. Text work that can take long runs in a thread pool.
+Knows no protocol. Next: `http` and `grpc_server`; below: `engine.link_client`, `text.sequence_text`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import FinishReason
+from jaxserve.engine.admission import check_request
+from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.link_client import EngineClient
+from jaxserve.errors import InvalidRequest, ModelNotFound
+from jaxserve.text.chat_template import render_chat
+from jaxserve.text.sequence_text import SequenceText, TextDelta
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES_PER_CALL = 1024
+"""Prompts times n of one call."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What is new of one sequence of a call.
+
+    Attributes:
+        prompt_index: Which prompt of the call.
+        index: Which of that prompt's n sequences.
+        text: See `TextDelta`; likewise token_ids, logprobs, finish_reason, stop_reason.
+        prompt_logprobs: With the first delta of a sequence, when asked; None for the first prompt token.
+        error: What went wrong, when finish_reason is ERROR.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_logprobs: list[Logprobs | None] | None
+    error: str | None
+
+
+class Service:
+    """One front end's view of its engine and its text.
+
+    Args:
+        client: Connected to the engine.
+        tokenizer: The model's.
+        served_model_names: Names that clients may use; the first one is reported.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, served_model_names: Sequence[str] = ()) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.served_model_names = tuple(served_model_names) or (client.info.model,)
+        self._labels: dict[str, set[str]] = {}
+        self._id_prefix = secrets.token_hex(4)
+        self._next_id = itertools.count()
+        self._text_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's facts."""
+        return self.client.info
+
+    def close(self) -> None:
+        """Ends the thread pool."""
+        self._text_pool.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound, listing what is served, for a name that is not; None is whatever is served."""
+        if name is not None and name not in self.served_model_names:
+            served = ", ".join(repr(served_name) for served_name in self.served_model_names)
+            raise ModelNotFound(f"the model {name!r} does not exist; served here: {served}.")
+
+    def sampling_params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """Parameters from the fields a client gave, over the model's defaults; None is not given."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{"max_tokens": None} | dict(self.info.default_sampling_params) | given)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of any text."""
+        return await self._in_pool(partial(self.tokenizer.encode, text, add_special_tokens))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return await self._in_pool(partial(self.tokenizer.decode, token_ids, skip_special_tokens))
+
+    async def tokenize_prompt(self, text: str, *, add_special_tokens: bool = True, is_truncated: bool = False) -> list[int]:
+        """Token ids of a prompt; one that cannot fit the context whatever its tokens are is refused without tokenizing it."""
+        limit = self.info.max_model_len * self._max_token_bytes
+        if len(text) > limit and not is_truncated:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters; the model's context of {self.info.max_model_len} tokens holds at most {limit}: "
+                "shorten the prompt.",
+                param="prompt",
+            )
+        return await self.tokenize(text, add_special_tokens=add_special_tokens)
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt text of a chat; options as in `text.chat_template.render_chat`."""
+        return await self._in_pool(partial(render_chat, self.tokenizer, messages, **options))
+
+    def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> list[SamplingParams]:
+        """Each prompt's parameters, as the engine will use them; raises InvalidRequest."""
+        num_sequences = len(prompts) * params.n
+        if num_sequences > MAX_SEQUENCES_PER_CALL:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n={params.n} are {num_sequences} sequences; one call may have {MAX_SEQUENCES_PER_CALL}.",
+                param="n",
+            )
+        return [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        label: str = "",
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[Delta]:
+        """Runs the prompts together and yields what is new of each sequence as it comes; close it to abort the rest.
+
+        Args:
+            prompts: Token ids.
+            params: For every prompt.
+            label: The client's name for the call, for `abort`.
+            priority: Lower runs earlier.
+            cache_salt: Isolates the prefix cache.
+
+        Raises:
+            InvalidRequest: Before the first delta.
+            EngineUnavailable: At any time.
+        """
+        requests = [
+            Request(
+                request_id=f"{self._id_prefix}-{next(self._next_id)}",
+                prompt_token_ids=tuple(prompt),
+                params=checked,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
+        ]
+        prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
+        texts = {
+            (request.request_id, index): SequenceText(self.tokenizer, request.params, request.prompt_token_ids)
+            for request in requests
+            for index in range(request.params.n)
+        }
+        with self._labelled(label, prompt_indices), self.client.generate(*requests) as stream:
+            async for event in stream:
+                text = texts[event.request_id, event.index].push(event)
+                if text.is_stop_string_hit and event.finish_reason is None:
+                    stream.drop(event.request_id, event.index)
+                yield _delta(event, text, prompt_indices[event.request_id])
+
+    def abort(self, label: str) -> None:
+        """Ends every open call with this label; their streams end with finish_reason abort."""
+        for request_id in self._labels.get(label, ()):
+            self.client.abort(request_id)
+
+    @contextmanager
+    def _labelled(self, label: str, request_ids: Mapping[str, int]) -> Iterator[None]:
+        if not label:
+            yield
+            return
+        ids = self._labels.setdefault(label, set())
+        ids.update(request_ids)
+        try:
+            yield
+        finally:
+            ids.difference_update(request_ids)
+            if not ids:
+                self._labels.pop(label, None)
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        return max(len(self.tokenizer.token_bytes(token_id)) for token_id in range(self.tokenizer.max_token_id + 1))
+
+    async def warm_up(self) -> None:
+        """Does ahead of the first request what would otherwise delay it."""
+        await self._in_pool(lambda: self._max_token_bytes)
+
+    async def _in_pool[T](self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_pool, function)
+
+
+def truncate_prompt(token_ids: list[int], limit: int | None, info: EngineInfo, *, side: str = "left") -> list[int]:
+    """The prompt cut to `limit` tokens (-1: as many as leave room for one output token) at its left or right end; None keeps it."""
+    if limit is None:
+        return token_ids
+    if limit == 0 or limit < -1 or limit > info.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {limit}; it must be from 1 to the context of {info.max_model_len}, or -1 for as much as fits.",
+            param="truncate_prompt_tokens",
+        )
+    limit = info.max_model_len - 1 if limit == -1 else limit
+    return token_ids[-limit:] if side == "left" else token_ids[:limit]
+
+
+def _delta(event: TokenEvent, text: TextDelta, prompt_index: int) -> Delta:
+    return Delta(
+        prompt_index=prompt_index,
+        index=event.index,
+        text=text.text,
+        token_ids=text.token_ids,
+        logprobs=text.logprobs,
+        finish_reason=text.finish_reason,
+        stop_reason=text.stop_reason,
+        num_prompt_tokens=event.num_prompt_tokens,
+        num_cached_tokens=event.num_cached_tokens,
+        prompt_logprobs=event.prompt_logprobs,
+        error=event.error,
+    )

@@ -1,0 +1,177 @@
+"""A whole server in this process: scheduler, CountingRunner, loop, EngineLink, front end, HTTP and gRPC; only the model is a double.
+
+The next token is the sum of the ids so far, plus how many they are, plus the seed, modulo the vocabulary (320).
+"""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from jaxserve.config import SchedulerLimits, ServerConfig
+from jaxserve.core.plan import Plan
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.link_server import start_link_server
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.serve.server import FrontEnd
+from jaxserve.testing import CountingRunner
+from jaxserve.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 320
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class PausableRunner(CountingRunner):
+    """Waits before each step while `pause` is set, and fails the next one with `error`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def run(self, plan: Plan):
+        assert self.gate.wait(30)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return super().run(plan)
+
+
+@dataclass
+class Server:
+    engine: Engine
+    runner: PausableRunner
+    tokenizer: Tokenizer
+    http: str
+    grpc: str
+    loop: EngineLoop
+    engine_failures: list[BaseException] = field(default_factory=list)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=30, **options)
+
+    def stub(self, channel: grpc.Channel) -> VllmEngineStub:
+        return VllmEngineStub(channel)
+
+    @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        with grpc.insecure_channel(self.grpc) as channel:
+            yield channel
+
+    def output_ids(self, prompt: list[int], num_tokens: int, *, seed: int = 0) -> list[int]:
+        """What the model gives after a prompt, as a person would compute it (no stops)."""
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            ids.append((sum(ids) + len(ids) + seed) % VOCAB_SIZE)
+        return ids[len(prompt) :]
+
+    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+        """Until nothing runs or waits and every page is free or cached."""
+        end = time.monotonic() + timeout_s
+        while self.engine.has_work:
+            assert time.monotonic() < end, f"still {self.engine.scheduler.num_running} sequences running"
+            time.sleep(0.005)
+        self.engine.scheduler.check_integrity()
+
+
+def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunner]:
+    limits = SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_pages=129, page_size=16, eos_token_ids=frozenset({EOS}),
+    )  # fmt: skip
+    runner = PausableRunner(num_pages=limits.num_pages, page_size=limits.page_size, max_num_seqs=limits.max_num_seqs, vocab_size=VOCAB_SIZE)
+    info = EngineInfo(
+        model_path=str(model_path), model="counting", model_type="llama", architectures=("LlamaForCausalLM",), dtype="float32",
+        max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=0, pad_token_id=2,
+        has_prompt_logprobs=True, num_pages=limits.num_pages, page_size=limits.page_size, max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens, **options,
+    )  # fmt: skip
+    return Engine(Scheduler(limits), runner, info), runner
+
+
+@contextmanager
+def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Iterator[Server]:
+    engine, runner = make_engine(model_path, **info)
+    started, stop = threading.Event(), asyncio.Event()
+    servers: list[Server] = []
+    aio_loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        failures: list[BaseException] = []
+        loop = EngineLoop(engine, on_failure=failures.append)
+        loop.start()
+        address = f"unix:{socket_directory}/engine.sock"
+        link = await start_link_server(loop, engine.info, address)
+        front_end = FrontEnd(ServerConfig(port=0, grpc_port=0, served_model_name=("counting", "alias")), address)
+        endpoints = await front_end.start()
+        servers.append(
+            Server(engine, runner, Tokenizer.from_directory(model_path), endpoints.http or "", endpoints.grpc or "", loop, failures)
+        )
+        aio_loops.append(asyncio.get_running_loop())
+        started.set()
+        await stop.wait()
+        await front_end.stop()
+        await asyncio.to_thread(loop.stop)
+        await link.stop(None)
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="test-server")
+    thread.start()
+    assert started.wait(30)
+    assert servers, "the server did not start"
+    try:
+        yield servers[0]
+    finally:
+        runner.gate.set()
+        aio_loops[0].call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def model_path(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        shutil.copy(golden_dir / "llama3-rope" / name, path / name)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that leave it as they found it."""
+    with running_server(model_path, tmp_path_factory.mktemp("link")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def fresh_server(model_path: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server that a test may break."""
+    with running_server(model_path, tmp_path / "link", default_sampling_params={"temperature": 0.0, "top_k": 7}) as server:
+        yield server
