@@ -17,7 +17,7 @@ class PageWrite(NamedTuple):
 
     slot: int
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     page: int
 
 

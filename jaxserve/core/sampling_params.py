@@ -100,9 +100,7 @@ class SamplingParams:
     @property
     def needs_penalty_slot(self) -> bool:
         """True when sampling needs per-vocabulary state on the device: penalties, logit_bias or min_tokens."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias or self.min_tokens
-        )
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias or self.min_tokens)
 
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy with some fields replaced, checked again."""

@@ -23,7 +23,7 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
         raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
     if num_prompt >= info.max_model_len:
         raise InvalidRequest(
-            f"the prompt has {num_prompt} tokens; the model's context is {info.max_model_len} and one output token must fit: shorten the prompt.",
+            f"the prompt has {num_prompt} tokens; the context is {info.max_model_len} and an output token must fit: shorten the prompt.",
             param="prompt",
         )
     _check_ids(prompt_token_ids, info.vocab_size, "prompt")

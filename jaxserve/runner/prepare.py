@@ -132,5 +132,3 @@ def prepare_penalty_row(admission: Admission, vocab_size: int) -> PenaltyRow:
     is_stop[list(admission.stop_token_ids)] = True
     counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
     return PenaltyRow(counts, is_in_prompt, logit_bias, is_stop)
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from jaxserve.core.events import Logprobs, StepResult
 from jaxserve.core.plan import Plan
 from jaxserve.models.load import split_model
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.compile import compile_all
+from jaxserve.runner.compile import CompileCounter, Progress, compile_all
 from jaxserve.runner.layout import PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
-from jaxserve.runner.prepare import prepare, prepare_penalty_row
+from jaxserve.runner.prepare import PreparedStep, prepare, prepare_penalty_row
 from jaxserve.runner.step import StepOutputs, admit, step, update
 
 
@@ -65,7 +65,7 @@ def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[
 def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:
     """Shapes of the slot state."""
     slots, ints, floats = shape.num_slots, jnp.int32, jnp.float32
-    per_slot = {name: jax.ShapeDtypeStruct((slots,), ints) for name in SlotState._fields}
+    per_slot: dict[str, Any] = {name: jax.ShapeDtypeStruct((slots,), ints) for name in SlotState._fields}
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         per_slot[name] = jax.ShapeDtypeStruct((slots,), floats)
     per_slot["page_tables"] = jax.ShapeDtypeStruct((slots, num_groups, shape.pages_per_sequence), ints)
@@ -76,7 +76,8 @@ def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:
 def penalty_state_shapes(shape: RunnerShape, vocab_size: int) -> PenaltyState:
     """Shapes of the penalty state."""
     dtypes = {"output_counts": jnp.int32, "is_in_prompt": jnp.bool_, "logit_bias": jnp.float32, "is_stop": jnp.bool_}
-    return PenaltyState(**{name: jax.ShapeDtypeStruct((shape.max_penalty_slots + 1, vocab_size), d) for name, d in dtypes.items()})
+    rows: dict[str, Any] = {name: jax.ShapeDtypeStruct((shape.max_penalty_slots + 1, vocab_size), d) for name, d in dtypes.items()}
+    return PenaltyState(**rows)
 
 
 class ModelRunner:
@@ -90,6 +91,7 @@ class ModelRunner:
             slot_state_shapes(shape, len(spec.kv_groups)),
             penalty_state_shapes(shape, spec.vocab_size),
         )
+        self.compiles = CompileCounter()
         self._steps: dict[Bucket, Callable[..., Any]] = {}
         self._update: Callable[..., Any]
         self._admit: Callable[..., Any]
@@ -97,11 +99,11 @@ class ModelRunner:
         self._slots: SlotState
         self._penalties: PenaltyState
 
-    def compile(self, progress: Callable[[int, int, float], None] | None = None) -> int:
+    def compile(self, progress: Progress | None = None, *, num_threads: int = 2) -> int:
         """Compiles every program, allocates pages and state, and runs each program once on padding. Returns how many there are."""
         programs: dict[Any, Any] = {bucket: self.lower(bucket) for bucket in self.shape.buckets.all()}
         programs["update"], programs["admit"] = self._lower_update(), self._lower_admit()
-        compiled = compile_all(programs, progress)
+        compiled = compile_all(programs, progress, num_threads=num_threads)
         self._update, self._admit = compiled.pop("update"), compiled.pop("admit")
         self._steps = compiled
         self.reset()
@@ -121,16 +123,16 @@ class ModelRunner:
     def run(self, plan: Plan) -> PendingModelStep:
         """Dispatches a plan; the tokens are copied back while the host goes on."""
         bucket = self.shape.buckets.choose(plan)
-        null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
-        prepared = prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
-        for admission in plan.admissions:
-            if admission.penalty_slot is not None:
-                row = prepare_penalty_row(admission, self.spec.vocab_size)
-                self._penalties = self._admit(self._penalties, np.int32(admission.penalty_slot), *row)
-        for writes in prepared.updates:
-            self._slots = self._update(self._slots, writes)
-        outputs = self._dispatch(bucket, prepared.packed)
-        return PendingModelStep(plan, bucket, outputs, prepared.wants_logprobs)
+        prepared = self._prepare(plan, bucket)
+        with self.compiles.watch():
+            for admission in plan.admissions:
+                if admission.penalty_slot is not None:
+                    row = prepare_penalty_row(admission, self.spec.vocab_size)
+                    self._penalties = self._admit(self._penalties, np.int32(admission.penalty_slot), *row)
+            for writes in prepared.updates:
+                self._slots = self._update(self._slots, writes)
+            outputs = self._dispatch(bucket, prepared.packed)
+            return PendingModelStep(plan, bucket, outputs, prepared.wants_logprobs)
 
     def reset(self) -> None:
         """Allocates pages, slot state and penalty state afresh, dropping what was there."""
@@ -143,6 +145,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees weights, pages and state on the device."""
+        self.compiles.close()
         self._drop_state()
         for weight in self._weights:
             weight.delete()
@@ -158,6 +161,10 @@ class ModelRunner:
         program = self._steps[bucket]
         self._pages, self._slots, self._penalties, outputs = program(self._weights, self._pages, self._slots, self._penalties, packed)
         return outputs
+
+    def _prepare(self, plan: Plan, bucket: Bucket) -> PreparedStep:
+        null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
+        return prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         return StepLayout(bucket, len(self.spec.kv_groups), self.shape.page_size)
@@ -175,11 +182,8 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Runs each program once on padding alone: first calls are slow, and a program that cannot run must fail at start-up."""
-        null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
-        plan = Plan(step_id=0, rows=())
         for bucket in self._steps:
-            prepared = prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
-            self._dispatch(bucket, prepared.packed)
+            self._dispatch(bucket, self._prepare(Plan(step_id=0, rows=()), bucket).packed)
         jax.block_until_ready(self._slots)
 
 
@@ -234,15 +238,29 @@ class PendingModelStep:
         return result
 
 
-def _on_host(sampled: SampledTokens) -> SampledTokens:
-    return SampledTokens(*(np.asarray(array) for array in sampled))
+class _HostTokens(NamedTuple):
+    """`SampledTokens` as NumPy arrays."""
+
+    token_id: np.ndarray
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
 
 
-def _logprobs_at(sampled: SampledTokens, row: int, count: int) -> Logprobs:
-    """One row as plain values, best first; `count` -1 keeps the whole vocabulary as arrays."""
+def _on_host(sampled: SampledTokens) -> _HostTokens:
+    return _HostTokens(*(np.asarray(array) for array in sampled))
+
+
+def _logprobs_at(sampled: _HostTokens, row: int, count: int) -> Logprobs:
+    """One row as plain values, best first; `count` -1 is the whole vocabulary."""
     top_ids, top_logprobs = sampled.top_ids[row], sampled.top_logprobs[row]
-    if count >= 0:
-        # A stable sort leaves `top_k` results as they are and orders a whole vocabulary.
-        best = np.argsort(-top_logprobs, kind="stable")[:count]
-        top_ids, top_logprobs = top_ids[best].tolist(), top_logprobs[best].tolist()
-    return Logprobs(int(sampled.token_id[row]), float(sampled.logprob[row]), int(sampled.rank[row]), top_ids, top_logprobs)
+    # A stable sort leaves `top_k` results as they are and orders a whole vocabulary.
+    best = np.argsort(-top_logprobs, kind="stable")[: None if count < 0 else count]
+    return Logprobs(
+        int(sampled.token_id[row]),
+        float(sampled.logprob[row]),
+        int(sampled.rank[row]),
+        top_ids[best].tolist(),
+        top_logprobs[best].tolist(),
+    )

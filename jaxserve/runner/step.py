@@ -61,9 +61,7 @@ def step(
     slots = _advance(slots, row_slot, row_tokens, ctx.kv_length, jnp.where(is_sampled, sample_slot, slots.length.shape[0] - 1), sampled)
     prompt = None
     if bucket.has_prompt_logprobs:
-        prompt = prompt_logprobs(
-            model.logits, hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs
-        )
+        prompt = prompt_logprobs(model.logits, hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs)
     return pages, slots, penalties, StepOutputs(sampled, prompt)
 
 

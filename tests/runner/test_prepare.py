@@ -80,7 +80,9 @@ def test_admission_fields_travel_bit_exact():
     assert all(floats[name] == np.float32(getattr(params, name)) for name in ADMISSION_FLOATS)
 
 
-@pytest.mark.parametrize("count", [0, 1, MIXED.max_page_writes, MIXED.max_page_writes + 1, MIXED.max_page_writes + 2 * UPDATE_PAGE_WRITES + 1])
+@pytest.mark.parametrize(
+    "count", [0, 1, MIXED.max_page_writes, MIXED.max_page_writes + 1, MIXED.max_page_writes + 2 * UPDATE_PAGE_WRITES + 1]
+)
 def test_page_writes_beyond_the_steps_room_go_ahead_of_it(count):
     writes = tuple(PageWrite(1, 0, i, i + 1) for i in range(count))
     prepared, view = pack(Plan(step_id=1, rows=(row(1, 0, [1]),), page_writes=writes))
