@@ -180,10 +180,11 @@ class CountingRunner:
         assert row.start == len(slot.tokens), f"row starts at {row.start}, the slot's length is {len(slot.tokens)}"
         self._verify(slot)
         tokens = row.token_ids
+        assert all(0 <= token < self.vocab_size for token in tokens)
         if not tokens:
-            assert row.num_tokens == 1 and slot.last_token is not None, "the slot has no sampled token"
-            tokens = (slot.last_token,)
-        assert len(tokens) == row.num_tokens and all(0 <= token < self.vocab_size for token in tokens)
+            assert slot.last_token is not None, "the slot has no sampled token"
+            tokens = (slot.last_token,)  # -1 when the step after a non-finite one was dispatched already
+        assert len(tokens) == row.num_tokens
         self._write(slot, row.slot, tokens, writers)
         prompt_logprobs = []
         for i, token in enumerate(tokens):

@@ -14,22 +14,23 @@ Knows no shapes, no device and no text. Next: `scheduler.step_draft`, `scheduler
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from itertools import count
 
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.buckets import Buckets
-from jaxserve.core.events import Logprobs, StepResult, StepStats, TokenEvent
+from jaxserve.core.events import StepResult, StepStats, TokenEvent
 from jaxserve.core.plan import Admission, PageWrite, Plan, Row
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import FinishReason, Sequence, Status
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.arrival import check_arrival, make_sequences
+from jaxserve.scheduler.integrity import check_pages, check_slots
 from jaxserve.scheduler.prompt_logprobs import collect
 from jaxserve.scheduler.prompt_share import PromptShares
 from jaxserve.scheduler.sequence_pages import PageTables, SequencePages
 from jaxserve.scheduler.step_draft import StepDraft
 from jaxserve.scheduler.stopping import check_stop, masked_stop_ids
+from jaxserve.scheduler.token_events import end_event, token_event
 from jaxserve.scheduler.waiting_queue import RANKS, WaitingQueue
 
 WATERMARK = 0.01
@@ -100,7 +101,7 @@ class Scheduler:
         for sequence in reversed(chosen):
             self._end(sequence, FinishReason.ABORT)
         self._sweep_running()
-        return [_event(sequence) for sequence in chosen]
+        return [end_event(sequence) for sequence in chosen]
 
     def fail_running(self, message: str) -> list[TokenEvent]:
         """The device lost its state: every running sequence ends with an error, all pages are free, no prefix is known.
@@ -116,7 +117,7 @@ class Scheduler:
         self._pages.release_deferred(self._committed_step_id)
         self._requeue_set_aside(is_void=True)
         self._pages.cache.reset()
-        return [_event(sequence, error=message) for sequence in failed]
+        return [end_event(sequence, error=message) for sequence in failed]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all known prefixes. Refused (False) while any page is in use: running sequences would register theirs again."""
@@ -277,7 +278,7 @@ class Scheduler:
             seq.num_pending_tokens -= 1
             if token_id == -1:
                 self._end(seq, FinishReason.ERROR)
-                events.append(_event(seq, error=NOT_FINITE))
+                events.append(end_event(seq, error=NOT_FINITE))
                 continue
             if shares and seq.status is Status.RUNNING:
                 for child in shares.on_computed(seq, end):
@@ -286,7 +287,7 @@ class Scheduler:
             token_ids.append(token_id)
             if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
                 self._end_if_stopped(seq)
-            events.append(_token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
+            events.append(token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
         self._sweep_running()
         self._pages.release_deferred(plan.step_id)
         self._requeue_set_aside()
@@ -361,47 +362,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that nothing is leaked or shared that must not be. For tests: it walks everything."""
-        owners = self._shares.owners() + self._pages.deferred_owners()
-        for seq in self._running:
-            owners.update(page for table in seq.page_tables for page in table)
-        self._pages.pool.check_integrity(owners)
-        self._pages.cache.check_integrity()
-        for seq in self._running:
-            assert seq.status is Status.RUNNING and len({len(table) for table in seq.page_tables}) == 1
-            first_written = seq.num_computed_tokens // self.limits.page_size
-            for table in seq.page_tables:
-                assert all(self._pages.pool.ref_count(page) == 1 for page in table[first_written:]), "a page has two writers"
+        held = self._shares.owners() + self._pages.deferred_owners()
+        check_pages(self._pages, self._running, held, self.limits.page_size)
         assert self._running == sorted(self._running, key=self._rank)
-        assert sorted([*self._free_slots, *(seq.slot for seq in self._running)]) == list(range(self.limits.max_num_seqs))  # type: ignore[type-var]
-        penalty_slots = [seq.penalty_slot for seq in self._running if seq.penalty_slot is not None]
-        assert sorted([*self._free_penalty_slots, *penalty_slots]) == list(range(self.limits.max_penalty_slots))
-        assert self.num_running + self.num_waiting == len(self._sequences)
-        assert Counter(seq.request.request_id for seq in self._sequences.values()) == {k: len(v) for k, v in self._requests.items()}
-
-
-def _event(seq: Sequence, *, error: str | None = None) -> TokenEvent:
-    """The end of a sequence without a new token."""
-    return TokenEvent(
-        request_id=seq.request.request_id,
-        index=seq.index,
-        token_ids=[],
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=seq.num_cached_tokens or 0,
-        finish_reason=seq.finish_reason,
-        error=error,
-    )
-
-
-def _token_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
-    is_first = len(seq.token_ids) == seq.num_prompt_tokens + 1
-    return TokenEvent(
-        request_id=seq.request.request_id,
-        index=seq.index,
-        token_ids=[token_id],
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=seq.num_cached_tokens or 0,
-        logprobs=None if logprobs is None else [logprobs],
-        prompt_logprobs=seq.prompt_logprobs if is_first else None,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-    )
+        check_slots(self._free_slots, [seq.slot for seq in self._running], self.limits.max_num_seqs)
+        check_slots(self._free_penalty_slots, [seq.penalty_slot for seq in self._running], self.limits.max_penalty_slots)
+        assert self.num_running + self.num_waiting == len(self._sequences), "a sequence is lost"
+        assert sum(len(siblings) for siblings in self._requests.values()) == len(self._sequences)
