@@ -35,8 +35,10 @@ find_python() {
     Debian, Ubuntu: apt-get install python3 python3-venv     pyenv: pyenv install 3.$MIN_MINOR     uv: uv python install 3.$MIN_MINOR"
 }
 
+# As jaxserve itself decides it: /proc alone may be a container's view of a host whose GPU it was not given.
 has_nvidia_driver() {
-    [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+    [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ] && return
+    { [ -e /proc/driver/nvidia/version ] || [ -e /dev/dxg ]; } && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1'
 }
 
 # Installs into .venv with uv, or else with the environment's pip.
