@@ -1,41 +1,15 @@
 """The text that start-up prints: stages with their seconds, then one summary. Formats only; knows no engine and no sockets.
 
-The engine's part of the facts comes from `engine.build`, the endpoints from `serve.supervisor`, the origins from
+The facts about the engine are its `EngineInfo`, the endpoints come from `serve.supervisor`, the origins from
 `jaxserve.settings`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig, ServerConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFacts:
-    """What an engine says of itself once it is built.
-
-    Attributes:
-        attention_reason: Why this attention implementation was chosen.
-        num_usable_pages: Pages that can hold tokens (the null page is not one).
-        kv_cache_bytes: Memory of all page arrays together.
-        num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
-    """
-
-    model: str
-    dtype: str
-    device: str
-    attention: str
-    attention_reason: str
-    num_usable_pages: int
-    page_size: int
-    kv_cache_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_programs: int
-    num_cached_programs: int = 0
+from jaxserve.engine.info import EngineInfo
 
 
 def stage_line(name: str, seconds: float, detail: str = "") -> str:
@@ -43,29 +17,30 @@ def stage_line(name: str, seconds: float, detail: str = "") -> str:
     return f"  {name:<28}{seconds:8.2f} s" + (f"  {detail}" if detail else "")
 
 
-def summary(facts: EngineFacts, endpoints: Mapping[str, str], changes: Iterable[tuple[str, str, str]] = ()) -> str:
+def summary(info: EngineInfo, endpoints: Mapping[str, str], changes: Iterable[tuple[str, str, str]] = ()) -> str:
     """The summary, one fact a line.
 
     Args:
-        facts: About the engine.
+        info: About the engine.
         endpoints: Protocol to address, such as {"HTTP": "http://127.0.0.1:8000"}.
         changes: Settings that differ from their defaults: name, value, origin (see `changed_settings`).
     """
-    num_tokens = facts.num_usable_pages * facts.page_size
-    concurrency = num_tokens / facts.max_model_len
-    cached = f", {facts.num_cached_programs} of them from the compile cache" if facts.num_cached_programs else ""
+    num_usable_pages = info.num_pages - 1  # the null page holds no tokens
+    num_tokens = num_usable_pages * info.page_size
+    concurrency = num_tokens / info.max_model_len
+    cached = f", {info.num_cached_programs} of them from the compile cache" if info.num_cached_programs else ""
     rows = [
-        ("model", facts.model),
-        ("dtype", facts.dtype),
-        ("device", facts.device),
-        ("attention", f"{facts.attention} ({facts.attention_reason})"),
+        ("model", info.model),
+        ("dtype", info.dtype),
+        ("device", info.device),
+        ("attention", f"{info.attention} ({info.attention_reason})"),
         (
             "KV cache",
-            f"{facts.num_usable_pages:,} pages x {facts.page_size} = {num_tokens:,} tokens, {format_bytes(facts.kv_cache_bytes)}",
+            f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {format_bytes(info.kv_cache_bytes)}",
         ),
-        ("context", f"{facts.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
-        ("step", f"at most {facts.max_num_seqs:,} sequences and {facts.max_num_batched_tokens:,} tokens"),
-        ("programs", f"{facts.num_programs}{cached}"),
+        ("context", f"{info.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
+        ("step", f"at most {info.max_num_seqs:,} sequences and {info.max_num_batched_tokens:,} tokens"),
+        ("programs", f"{info.num_programs}{cached}"),
         *endpoints.items(),
         *((name, f"{value} (from {origin})") for name, value, origin in changes),
     ]

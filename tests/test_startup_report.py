@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.startup_report import EngineFacts, changed_settings, format_bytes, stage_line, summary
+from jaxserve.engine.info import EngineInfo
+from jaxserve.startup_report import changed_settings, format_bytes, stage_line, summary
 
 
 def test_summary() -> None:
-    facts = EngineFacts(
+    info = EngineInfo(
         model="llama, 30 layers",
         dtype="float32",
         device="cpu, 2 threads",
         attention="xla",
         attention_reason="no compiler for cpu_native",
-        num_usable_pages=100,
+        model_path="",
+        model_type="llama",
+        vocab_size=320,
+        eos_token_ids=(1,),
+        num_pages=101,
         page_size=16,
         kv_cache_bytes=3 * 2**29,
         max_model_len=640,
@@ -24,7 +29,7 @@ def test_summary() -> None:
     )
     engine, server = EngineConfig(model="m", max_num_seqs=8), ServerConfig(served_model_name=("a", "b"))
     changes = changed_settings(engine, server, {"model": "--model", "max_num_seqs": "JAXSERVE_MAX_NUM_SEQS", "served_model_name": "c.yaml"})
-    lines = [line.split(maxsplit=1) for line in summary(facts, {"HTTP": "http://127.0.0.1:8000"}, changes).splitlines()]
+    lines = [line.split(maxsplit=1) for line in summary(info, {"HTTP": "http://127.0.0.1:8000"}, changes).splitlines()]
     assert lines == [
         ["model", "llama, 30 layers"],
         ["dtype", "float32"],

@@ -18,6 +18,10 @@ class EngineInfo:
     Attributes:
         model_path: Directory of the converted checkpoint; the front end reads tokenizer and chat template there.
         vocab_size: Rows of the embedding; token ids are below it.
+        num_pages: KV pages, the null page included.
+        attention_reason: Why this attention implementation was chosen.
+        kv_cache_bytes: Memory of all page arrays together.
+        num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
         max_logprobs: Most log-probabilities a request may ask for; -1 allows the whole vocabulary.
         default_sampling_params: From the model's generation_config, empty where that is switched off.
     """
@@ -40,6 +44,12 @@ class EngineInfo:
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    device: str = "cpu"
+    attention: str = ""
+    attention_reason: str = ""
+    kv_cache_bytes: int = 0
+    num_programs: int = 0
+    num_cached_programs: int = 0
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
