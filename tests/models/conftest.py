@@ -75,7 +75,7 @@ def golden(golden_dir: Path) -> Callable[..., Golden]:
 class SequenceRun:
     """Runs one sequence step by step in row 0 of two; row 1 is padding. Its pages are in a scrambled order.
 
-    A step of one token is a decode step (T = B = 2); a longer one is padded to 16 or 64 tokens.
+    A step of one token is a decode step (T = B = 2); a longer one is padded to 64 tokens.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -100,7 +100,7 @@ class SequenceRun:
 
     def inputs(self, num_tokens: int) -> AttentionInputs:
         """The arrays of a step of the next `num_tokens` tokens, as `runner` would fill them."""
-        size = 2 if num_tokens == 1 else 16 if num_tokens <= 16 else 64
+        size = 2 if num_tokens == 1 else 64
         position = np.zeros(size, np.int32)
         position[:num_tokens] = np.arange(self.length, self.length + num_tokens)
         is_real = np.arange(size) < num_tokens

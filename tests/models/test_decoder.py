@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.load import load_model
 from pallas_kernels import dispatch
 
@@ -46,7 +46,7 @@ def test_chunks_then_a_greedy_decode(folder: str, golden: Callable[..., Any], se
     chunks = [run.feed(prompt[:13]), run.feed(prompt[13:14]), run.feed(prompt[14:])]
     np.testing.assert_allclose(np.concatenate(chunks), logits, **TOLERANCE)
     # With a length-dependent table a cached decode differs from recomputing: the folder then has its own tokens.
-    expected = case.expected.get("greedy_with_kv_cache", case.expected["greedy"])[2]
+    expected = case.expected.get("greedy_with_kv_cache", {}).get("2", case.expected["greedy"][2])
     tokens = [int(chunks[-1][-1].argmax())]
     while len(tokens) < len(expected):
         tokens.append(int(run.feed(tokens[-1:])[0].argmax()))
@@ -63,7 +63,7 @@ def test_every_attention_implementation(name: str, golden: Callable[..., Any], s
     np.testing.assert_allclose(np.concatenate([run.feed(prompt[:20]), run.feed(prompt[20:])]), case.logits[2], **TOLERANCE)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.012)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.02)])
 @pytest.mark.parametrize("folder", ["llama-bias", "llama-tied-gqa3"])
 def test_narrow_dtypes_stay_near(folder: str, dtype: str, tolerance: float, golden: Callable[..., Any], sequence_run: Any) -> None:
     case = golden(folder)
@@ -74,7 +74,7 @@ def test_narrow_dtypes_stay_near(folder: str, dtype: str, tolerance: float, gold
     assert np.abs(logits - case.logits[1]).mean() < tolerance / 5
 
 
-def test_mistral_without_a_window_equals_the_windowed_model_inside_its_window(golden: Callable[..., Any], sequence_run: Any) -> None:
+def test_mistral_without_a_window_is_the_same_network(golden: Callable[..., Any], sequence_run: Any) -> None:
     case = golden("llama-sharded", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
     run = sequence_run(case.model())
     np.testing.assert_allclose(run.feed(case.prompts[0]), case.logits[0], **TOLERANCE)
@@ -99,23 +99,22 @@ def test_a_missing_head_is_the_embedding(golden: Callable[..., Any], sequence_ru
 def test_padding_changes_nothing_and_is_finite(golden: Callable[..., Any], sequence_run: Any) -> None:
     case = golden("llama-sharded")
     run = sequence_run(case.model())
-    ctx = run.inputs(5)
-    tokens = jnp.zeros(16, jnp.int32).at[:5].set(jnp.array(case.prompts[0]))
+    prompt = case.prompts[0]
+    ctx = run.inputs(len(prompt))
+    tokens = jnp.zeros(64, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
     logits, pages = run.step(False, run.weights, tokens, ctx, run.pages)
-    other, other_pages = run.step(False, run.weights, tokens.at[5:].set(300), ctx, run.pages)
-    np.testing.assert_array_equal(logits[:5], other[:5])
+    other, other_pages = run.step(False, run.weights, tokens.at[len(prompt) :].set(300), ctx, run.pages)
+    np.testing.assert_array_equal(logits[: len(prompt)], other[: len(prompt)])
     owned = np.setdiff1d(np.arange(pages[0].shape[0]), [0])  # page 0 takes the padding
     np.testing.assert_array_equal(pages[1][owned], other_pages[1][owned])
     assert bool(jnp.isfinite(logits).all())
 
 
 def test_layers_of_equal_kind_are_traced_once(golden: Callable[..., Any], sequence_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxserve.models.decoder import DecoderLayer
-
     calls = []
     inner = DecoderLayer.__call__
     monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *args, **kwargs: calls.append(1) or inner(self, *args, **kwargs))
-    jax.clear_caches()
-    run = sequence_run(golden("llama-bias").model())
+    # An epsilon that no other test has, so that no earlier trace is found.
+    run = sequence_run(golden("llama-bias", rms_norm_eps=0.0123).model())
     run.feed([1, 2, 3])
     assert len(calls) == 1, "two layers, one trace"
