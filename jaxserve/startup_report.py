@@ -6,6 +6,8 @@ The facts about the engine are its `EngineInfo`, the endpoints come from `serve.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Mapping
 
 from jaxserve.config import EngineConfig, ServerConfig
@@ -51,6 +53,12 @@ def changed_settings(engine: EngineConfig, server: ServerConfig, origins: Mappin
     """Name, value and origin of every setting that is not a default; the model is left out, it has its own line."""
     values = {**vars(engine), **vars(server)}
     return [(name, _text(values[name]), origin) for name, origin in origins.items() if name != "model"]
+
+
+def curl_line(http_address: str, model: str) -> str:
+    """A command that asks the server for a few tokens; `http_address` is such as "http://127.0.0.1:8000"."""
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+    return f"curl {http_address}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def format_bytes(size: int) -> str:

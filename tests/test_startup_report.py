@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.info import EngineInfo
-from jaxserve.startup_report import changed_settings, format_bytes, stage_line, summary
+from jaxserve.startup_report import changed_settings, curl_line, format_bytes, stage_line, summary
 
 
 def test_summary() -> None:
@@ -48,3 +51,9 @@ def test_summary() -> None:
 def test_lines_and_sizes() -> None:
     assert stage_line("compile", 12.345, "9 programs").split() == ["compile", "12.35", "s", "9", "programs"]
     assert [format_bytes(size) for size in (0, 1023, 1536, 2**30)] == ["0 B", "1023 B", "1.50 KiB", "1.00 GiB"]
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "it's \"mine\""))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
+    assert json.loads(words[-1])["model"] == "it's \"mine\""
