@@ -28,8 +28,11 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A Unix socket needs no proxy; http_proxy in the environment would otherwise catch a TCP link.
+    # The link is local; http_proxy in the environment would otherwise catch one over TCP.
     ("grpc.enable_http_proxy", 0),
+    # A front end waits for an engine that still loads, and should notice soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
 
@@ -106,15 +109,15 @@ class EngineClient:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
 
     @classmethod
-    async def connect(cls, address: str, *, timeout_s: float = 30.0) -> EngineClient:
-        """Connects to `unix:/path` or `host:port`; raises EngineUnavailable when nothing answers in time."""
+    async def connect(cls, address: str, *, timeout_s: float | None = None) -> EngineClient:
+        """Connects to `unix:/path` or `host:port`; raises EngineUnavailable when nothing answers in time (None: waits)."""
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         stub = link_pb2_grpc.EngineLinkStub(channel)
         try:
             response = await stub.GetInfo(link_pb2.GetInfoRequest(), wait_for_ready=True, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             await channel.close()
-            raise EngineUnavailable(f"no engine answers at {address} within {timeout_s:g} s: {error.details()}") from None
+            raise EngineUnavailable(f"no engine answers at {address} within {timeout_s} s: {error.details()}") from None
         return cls(channel, stub, EngineInfo.from_json(response.info_json))
 
     @property

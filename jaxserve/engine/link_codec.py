@@ -18,7 +18,8 @@ from jaxserve.errors import EngineUnavailable, InvalidRequest, JaxserveError, Ov
 
 _OPTIONAL_PARAMS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _PLAIN_PARAMS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens",
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "ignore_eos", "min_tokens",
 )  # fmt: skip
 _Kind = link_pb2.Rejection.Kind
 

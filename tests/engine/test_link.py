@@ -71,8 +71,8 @@ def test_absent_fields_stay_absent():
     [
         TokenEvent(request_id="r", index=1, token_ids=[7, 8], num_prompt_tokens=3, num_cached_tokens=2),
         TokenEvent(
-            request_id="r", index=0, token_ids=[7], num_prompt_tokens=3, num_cached_tokens=2, finish_reason=FinishReason.STOP, stop_reason=7,
-            logprobs=[Logprobs(7, -0.5, 1, [7, 9], [-0.5, -math.inf])],
+            request_id="r", index=0, token_ids=[7], num_prompt_tokens=3, num_cached_tokens=2,
+            finish_reason=FinishReason.STOP, stop_reason=7, logprobs=[Logprobs(7, -0.5, 1, [7, 9], [-0.5, -math.inf])],
             prompt_logprobs=[None, Logprobs(4, -1.5, 2, [], [])],
         ),
         TokenEvent(

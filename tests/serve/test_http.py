@@ -472,7 +472,10 @@ def test_a_lost_engine_is_503_and_unhealthy(fresh_server):
 
 
 def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
-    one = post(fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True})[1]
+    body = {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True}
+    one = post(fresh_server, "/v1/completions", body)[1]
     assert one["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5)  # greedy, from the model's generation config
-    seeded = post(fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True, "temperature": 1, "seed": 4})[1]
+    seeded = post(
+        fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True, "temperature": 1, "seed": 4}
+    )[1]
     assert seeded["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5, seed=4)

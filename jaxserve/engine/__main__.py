@@ -1,0 +1,31 @@
+"""The engine process: builds an engine from its orders and serves it over EngineLink. Started by `jaxserve.serve.supervisor`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.engine.link_server import run_engine_process
+from jaxserve.errors import JaxserveError
+
+
+def main(argv: list[str]) -> int:
+    """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
+    orders = read_orders(argv)
+    from jaxserve.engine.build import build_engine  # loads JAX
+
+    try:
+        engine = build_engine(EngineConfig(**orders["config"]))
+    except JaxserveError as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        return run_engine_process(engine, engine.info, orders["engine_address"], partial(report_ready, orders["ready_fd"], {}))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

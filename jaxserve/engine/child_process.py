@@ -1,0 +1,57 @@
+"""What a child of the supervisor does: take its orders from the command line, die with its parent, and say when it is ready.
+
+Shared by the two children, `python -m jaxserve.engine` and `python -m jaxserve.serve`; neither is meant to be typed by a person.
+Next: `jaxserve.serve.supervisor`, which starts them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 1.0
+
+
+def read_orders(argv: list[str]) -> dict[str, Any]:
+    """The JSON object that the supervisor gave as the only argument; also ties this process to its parent and sets up logging."""
+    if len(argv) != 2:
+        raise SystemExit("this process is started by `jaxserve serve`")
+    orders: dict[str, Any] = json.loads(argv[1])
+    die_with_parent(orders["parent_pid"])
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    # One line for each request is the access log's business, and its start-up lines say what ours say.
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return orders
+
+
+def report_ready(ready_fd: int, facts: Mapping[str, Any]) -> None:
+    """Tells the supervisor, once, that this process serves, with what it should print."""
+    with os.fdopen(ready_fd, "w") as pipe:
+        json.dump(facts, pipe)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Makes the kernel kill this process when its parent ends, however that happens; elsewhere than on Linux, polls for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_poll_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _poll_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

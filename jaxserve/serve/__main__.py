@@ -1,0 +1,32 @@
+"""The front-end process: HTTP and gRPC in front of an engine. Started by `jaxserve.serve.supervisor`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.errors import JaxserveError
+from jaxserve.serve.server import Endpoints, run_front_end
+
+
+def main(argv: list[str]) -> int:
+    """Runs until told to stop (0); 2 when it cannot start."""
+    orders = read_orders(argv)
+    values = orders["config"]
+    config = ServerConfig(**values | {"served_model_name": tuple(values["served_model_name"])})
+
+    def on_ready(endpoints: Endpoints) -> None:
+        report_ready(orders["ready_fd"], asdict(endpoints))
+
+    try:
+        return asyncio.run(run_front_end(config, orders["engine_address"], on_ready))
+    except JaxserveError as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

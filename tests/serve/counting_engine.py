@@ -1,0 +1,26 @@
+"""An engine process with the CountingRunner instead of a model; takes the same orders as `python -m jaxserve.engine`."""
+
+import os
+import sys
+from functools import partial
+
+from jaxserve.config import SchedulerLimits
+from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.link_server import run_engine_process
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.testing import CountingRunner
+
+orders = read_orders(sys.argv)
+if os.environ.get("COUNTING_ENGINE_FAILS"):
+    print("jaxserve: error: no such model", file=sys.stderr)
+    sys.exit(2)
+limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_pages=129)
+runner = CountingRunner(num_pages=129, page_size=16, max_num_seqs=8, vocab_size=320, step_s=0.01)
+info = EngineInfo(
+    model_path=orders["config"]["model"], model="counting", model_type="llama", dtype="float32", max_model_len=256, vocab_size=320,
+    eos_token_ids=(1,), num_pages=129, page_size=16, max_num_seqs=8, max_num_batched_tokens=64,
+)  # fmt: skip
+engine = Engine(Scheduler(limits), runner, info)
+sys.exit(run_engine_process(engine, info, orders["engine_address"], partial(report_ready, orders["ready_fd"], {})))
