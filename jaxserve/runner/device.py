@@ -1,0 +1,210 @@
+"""Chooses the device, its threads and its dtype before JAX starts, and reports them (`jaxserve doctor`).
+
+`set_up_device` must run before anything asks JAX for a device: platform, thread count and GPU memory share are read once, when the
+backend starts. Knows no model beyond the widths that the dtype probe multiplies. `runner.memory` says how
+much fits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import platform
+import re
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax._src import xla_bridge
+from jax.typing import DTypeLike
+
+from jaxserve.config import EngineConfig, cache_dir
+from jaxserve.errors import ConfigError
+from jaxserve.models.linear import linear
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.cgroup import cpu_quota
+from jaxserve.runner.memory import free_host_bytes
+from pallas_kernels import dispatch
+
+logger = logging.getLogger(__name__)
+
+THREADS_VARIABLE = "PJRT_NPROC"
+"""What JAX's CPU client reads its thread count from; XLA_FLAGS has nothing that works for it in 0.11."""
+MEMORY_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "transformers", "tokenizers", "grpcio", "jax-triton", "triton")
+
+PROBE_ROWS = (8, 128)
+PROBE_MAX_ELEMENTS = 1 << 22
+PROBE_BYTES = 16 << 20
+"""Weights that the probe walks through, as a step does: a single small matrix would stay in the processor's cache."""
+
+
+def set_up_device(config: EngineConfig) -> jax.Device:
+    """Starts JAX on the device that the configuration asks for, and returns it.
+
+    In a process where JAX already runs, takes the device from what there is; threads and memory share stay as they are.
+
+    Raises:
+        ConfigError: No GPU was found where one was asked for, or there is an NVIDIA driver that JAX cannot use.
+    """
+    kind = choose_platform(config.device, nvidia_driver(), cuda_plugin(), jax.config.jax_platforms or "")
+    if not xla_bridge.backends_are_initialized():
+        if config.num_threads is not None or not {THREADS_VARIABLE, "NPROC"} & os.environ.keys():
+            os.environ[THREADS_VARIABLE] = str(config.num_threads or usable_threads())
+        if not {MEMORY_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+            os.environ[MEMORY_VARIABLE] = str(config.gpu_memory_utilization)
+        # With the platforms named, a GPU that does not start is an error; by default JAX would go on with the CPU.
+        jax.config.update("jax_platforms", "cpu" if kind == "cpu" else "cuda,cpu")
+    try:
+        return jax.local_devices(backend=kind)[0]
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"JAX cannot use the {kind}: {reason}. NVIDIA driver: {nvidia_driver() or 'none'}; CUDA plugin: {cuda_plugin() or 'none'}. "
+            "Update the driver to what the plugin needs, or run on the CPU on purpose with --device cpu."
+        ) from error
+
+
+def choose_platform(wanted: str, driver: str | None, plugin: str | None, jax_platforms: str = "") -> str:
+    """ "cpu" or "gpu" for a `--device` value, from what the machine has. `jax_platforms` is the user's JAX_PLATFORMS, followed by auto."""
+    if wanted == "cpu" or (wanted == "auto" and jax_platforms == "cpu"):
+        return "cpu"
+    if driver is None:
+        if wanted == "gpu":
+            raise ConfigError("--device gpu: no NVIDIA driver was found. Install one, or run on the CPU with --device cpu.")
+        return "cpu"
+    if plugin is None:
+        raise ConfigError(
+            f"this machine has NVIDIA driver {driver}, but JAX has no CUDA plugin to use it with: the extra `cuda12` is missing. "
+            "Install it with `pip install 'jaxserve[cuda12]'`, or run on the CPU on purpose with --device cpu."
+        )
+    return "gpu"
+
+
+def nvidia_driver(root: Path = Path("/")) -> str | None:
+    """Version of the NVIDIA driver ("unknown" where it does not say), or None where this process has none.
+
+    A container sees its host's /proc entry also when it was given no GPU; it then has neither device file nor libcuda.
+    """
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+        found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+        driver = found[0] if found else "unknown"
+    except OSError:
+        driver = None
+    has_device = any((root / "dev" / name).exists() for name in ("nvidiactl", "nvidia0"))
+    has_wsl = (root / "dev/dxg").exists() and _has_libcuda()
+    if has_device or has_wsl or (driver is not None and _has_libcuda()):
+        return driver or "unknown"
+    return None
+
+
+def cuda_plugin() -> str | None:
+    """Name of the installed CUDA plugin of JAX."""
+    for name in ("xla_cuda13", "xla_cuda12"):
+        try:
+            if find_spec(f"jax_plugins.{name}") is not None:
+                return name
+        except ModuleNotFoundError:
+            return None
+    return None
+
+
+def usable_threads() -> int:
+    """CPU threads worth starting: the cores that this process may run on, or its container's quota where that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def choose_dtype(wanted: str, device: jax.Device, spec: ModelSpec) -> str:
+    """The dtype to run in: "bfloat16", "float16" or "float32".
+
+    For "auto" the checkpoint's own on GPU. On CPU float32, unless the checkpoint is no more exact than bfloat16 or float16 and a
+    probe of the model's matrix sizes (under 0.3 s) finds bfloat16 faster.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.platform != "cpu":
+        return spec.dtype or "bfloat16"
+    if spec.dtype == "float32":
+        return "float32"
+    bfloat16_s, float32_s = (_probe(spec.hidden_size, spec.mlp_size, dtype, device) for dtype in (jnp.bfloat16, jnp.float32))
+    choice = "bfloat16" if bfloat16_s < float32_s else "float32"
+    logger.info("dtype %s: a probe took %.2f ms in bfloat16, %.2f ms in float32", choice, bfloat16_s * 1e3, float32_s * 1e3)
+    return choice
+
+
+def _probe(hidden_size: int, mlp_size: int, dtype: DTypeLike, device: jax.Device) -> float:
+    """Seconds a token for one pass over weights of the model's width, in a step of few rows and in one of many, added."""
+    width = min(mlp_size, PROBE_MAX_ELEMENTS // hidden_size)
+    num_weights = max(1, min(16, PROBE_BYTES // (4 * width * hidden_size)))
+    weights = [jnp.zeros((width, hidden_size), dtype, device=device) for _ in range(num_weights)]
+    multiply = jax.jit(linear)
+    total = 0.0
+    for rows in PROBE_ROWS:
+        x = jnp.zeros((rows, hidden_size), dtype, device=device)
+        multiply(x, weights[0]).block_until_ready()
+        best = math.inf
+        for _ in range(3):
+            started = time.perf_counter()
+            jax.block_until_ready([multiply(x, weight) for weight in weights])
+            best = min(best, time.perf_counter() - started)
+        total += best / rows
+    return total
+
+
+def _has_libcuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def report() -> str:
+    """What `jaxserve doctor` prints: versions, devices, threads, memory, and what would be used and why."""
+    problem = None
+    try:
+        device = set_up_device(EngineConfig(model=""))
+    except ConfigError as error:
+        problem = str(error)
+        device = set_up_device(EngineConfig(model="", device="cpu"))
+    attention, reason = dispatch.choose(device.platform)
+    others = {name: why for name, why in dispatch.available().items() if why is not None}
+    rows = [
+        ("jaxserve", f"{_version('jaxserve')}, Python {platform.python_version()}, {platform.platform()}"),
+        ("versions", ", ".join(f"{name} {_version(name)}" for name in REPORTED_PACKAGES)),
+        ("NVIDIA driver", nvidia_driver() or "none"),
+        ("CUDA plugin", cuda_plugin() or "none (extra cuda12)"),
+        (
+            "device",
+            f"{device.platform}: {device.device_kind}" + (f", {jax.local_device_count()} of them" if jax.local_device_count() > 1 else ""),
+        ),
+        ("threads", f"{os.environ.get(THREADS_VARIABLE) or os.environ.get('NPROC') or usable_threads()}, of {os.cpu_count()} cores"),
+        ("memory", _memory_line(device)),
+        ("attention", f"{attention} ({reason})"),
+        *(("", f"not {name}: {why}") for name, why in others.items()),
+        ("cache directory", str(cache_dir())),
+    ]
+    if problem is not None:
+        rows.append(("PROBLEM", problem))
+    return "\n".join(f"{name:<17}{text}" for name, text in rows)
+
+
+def _memory_line(device: jax.Device) -> str:
+    host = f"{free_host_bytes() / 2**30:.1f} GiB free for this process"
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return f"{stats['bytes_limit'] / 2**30:.1f} GiB of the device; host: {host}" if stats else host
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,221 @@
+"""How many KV pages there are: what memory allows, what was used last, and how long a sequence may then be.
+
+Sizes only: allocates nothing, knows no programs. The steps are `kv_budget` (bytes), `choose_num_pages` (pages), then
+`resolve_max_model_len`; `MemoryPlan` prints the result. `engine.build` calls them; `runner.runner` makes the arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jax.typing import DTypeLike
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.cgroup import memory_headroom
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_DEFAULT_BYTES = GIB
+GPU_RESERVE_BYTES = GIB
+"""Command buffers and NCCL take memory outside of JAX's pool."""
+MIN_PAGES = 2
+"""The null page and one that holds tokens."""
+ROUNDING = 32
+NUM_PAGES_FILE = "num_pages.json"
+
+
+class Budget(NamedTuple):
+    """Bytes for KV pages, and where the figure comes from."""
+
+    size_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What the device's memory holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers."""
+
+    weights_bytes: int
+    state_bytes: int
+    temporaries_bytes: int
+    page_bytes: int
+    num_pages: int
+    page_size: int
+    reason: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """All page arrays together."""
+        return self.num_pages * self.page_bytes
+
+    def table(self) -> str:
+        """One line for each part and the sum."""
+        total = self.weights_bytes + self.state_bytes + self.temporaries_bytes + self.kv_bytes
+        usable = (self.num_pages - 1) * self.page_size
+        pages = f"{self.num_pages:,} pages of {self.page_size} = {usable:,} tokens and the null page; {self.reason}"
+        rows = [
+            ("weights", self.weights_bytes, ""),
+            ("sampling and slot state", self.state_bytes, ""),
+            ("temporaries", self.temporaries_bytes, "largest step"),
+            ("KV pages", self.kv_bytes, pages),
+            ("total", total, ""),
+        ]
+        return "\n".join(f"  {name:<26}{size / 2**20:>12,.1f} MiB  {note}".rstrip() for name, size, note in rows)
+
+
+def page_bytes(spec: ModelSpec, page_size: int, dtype: DTypeLike) -> int:
+    """Bytes of one page in every page array: keys and values of `page_size` tokens, for one layer of each array."""
+    num_arrays = max(group.num_layers for group in spec.kv_groups)
+    return num_arrays * 2 * spec.num_kv_heads * page_size * spec.head_dim * jnp.dtype(dtype).itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes of arrays, in a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0, temporaries_bytes: int = 0) -> Budget:
+    """Memory for KV pages. To be asked once the weights are loaded, so that they count as taken.
+
+    The configured size where there is one; on CPU 1 GiB, bounded by a quarter of what is free; on GPU all of jaxserve's share that
+    weights, state and temporaries leave, but 1 GiB.
+
+    Raises:
+        ConfigError: The configured size is more than there is, or the GPU has nothing left.
+    """
+    if device.platform == "cpu":
+        free = free_host_bytes()
+        default = Budget(min(CPU_DEFAULT_BYTES, free // 4), "the default of 1 GiB" if free >= 4 * GIB else "a quarter of the free memory")
+    else:
+        stats = device.memory_stats() or {}
+        free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
+        default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves")
+    if config.kv_cache_memory_bytes is None:
+        return default
+    if config.kv_cache_memory_bytes > free:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {_gib(config.kv_cache_memory_bytes)}, but {_gib(free)} are free beside the model. "
+            "Give a smaller --kv-cache-memory-bytes."
+        )
+    return Budget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take: what the machine has available, or less where its container has a limit."""
+    available = psutil.virtual_memory().available
+    headroom = memory_headroom()
+    return available if headroom is None else min(available, headroom)
+
+
+def choose_num_pages(config: EngineConfig, budget: Budget, bytes_per_page: int, *, key: str, cache_directory: Path | None) -> int:
+    """Length of the page arrays, the null page included.
+
+    The number is part of every program's shape, so another one means compiling everything anew. Hence it is rounded down to 1/32
+    of its power of two, and the number used last under the same key is used again while it fits and wastes under a quarter.
+
+    Args:
+        budget: From `kv_budget`.
+        bytes_per_page: From `page_bytes`.
+        key: From `num_pages_key`.
+        cache_directory: The compile cache, beside whose programs the number is kept; None keeps nothing.
+
+    Raises:
+        ConfigError: Not even one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    fitting = budget.size_bytes // bytes_per_page
+    if fitting < MIN_PAGES:
+        raise ConfigError(
+            f"the memory for KV pages is {_gib(max(0, budget.size_bytes))} ({budget.reason}); {MIN_PAGES} pages take "
+            f"{_gib(MIN_PAGES * bytes_per_page)}. Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or choose a smaller model."
+        )
+    if cache_directory is None:
+        return round_num_pages(fitting)
+    path = cache_directory / NUM_PAGES_FILE
+    remembered = _read_remembered(path)
+    last = remembered.get(key, 0)
+    if fitting * 3 // 4 <= last <= fitting and last >= MIN_PAGES:
+        return last
+    num_pages = round_num_pages(fitting)
+    _write_remembered(path, {**remembered, key: num_pages})
+    return num_pages
+
+
+def round_num_pages(num_pages: int) -> int:
+    """Rounded down to a multiple of 1/32 of the power of two below it: loses at most 3 %."""
+    step = max(1, (1 << (num_pages.bit_length() - 1)) // ROUNDING)
+    return num_pages - num_pages % step
+
+
+def num_pages_key(spec: ModelSpec, config: EngineConfig, dtype: DTypeLike, device: jax.Device) -> str:
+    """Names a number of pages to remember: the same for starts that would compile the same programs but for it."""
+    parts = (spec, str(jnp.dtype(dtype)), config.page_size, config.kv_cache_memory_bytes, config.gpu_memory_utilization, device.device_kind)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec, num_pages: int) -> tuple[int, str | None]:
+    """The longest sequence, in tokens, and a message where it is not simply what was asked for or the model's own.
+
+    Not given: the model's limit, lowered to what the pages hold. Given: must fit in the pages; above the model's limit it is
+    accepted, with a message.
+
+    Raises:
+        ConfigError: The given length does not fit in the pages.
+    """
+    # Each group of layers keeps its own pages for the whole length.
+    capacity = (num_pages - 1) // len(spec.kv_groups) * config.page_size
+    wanted, derived = config.max_model_len, spec.derived_max_model_len
+    if wanted is None:
+        if derived <= capacity:
+            return derived, None
+        return capacity, (
+            f"max_model_len is lowered from the model's {derived:,} to {capacity:,} tokens, which the {num_pages:,} KV pages hold; "
+            "raise --kv-cache-memory-bytes for more."
+        )
+    if wanted > capacity:
+        raise ConfigError(
+            f"max_model_len is {wanted:,}, but the {num_pages:,} KV pages hold {capacity:,} tokens. "
+            f"Give --max-model-len {capacity} or less, or more memory with --kv-cache-memory-bytes or --gpu-memory-utilization."
+        )
+    if wanted > derived:
+        return wanted, f"max_model_len is {wanted:,}, above the {derived:,} that the model is meant for; answers past that may be poor."
+    return wanted, None
+
+
+def _read_remembered(path: Path) -> dict[str, int]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, int)}
+
+
+def _write_remembered(path: Path, values: Mapping[str, int]) -> None:
+    # Another engine may be reading: it sees the old file or the new one. Failing to remember costs only compile time.
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            json.dump(values, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("cannot remember the number of KV pages: %s", error)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,135 @@
+"""Choosing the device before JAX starts: platform, driver, threads, dtype, and doctor's report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.registry import resolve_spec
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runner import device as device_module
+from jaxserve.runner.device import choose_dtype, choose_platform, nvidia_driver, report, set_up_device, usable_threads
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    return resolve_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "driver", "plugin", "variable", "expected"),
+    [
+        ("auto", None, None, "", "cpu"),
+        ("auto", None, "xla_cuda12", "", "cpu"),
+        ("auto", "570.1", "xla_cuda12", "", "gpu"),
+        ("auto", "570.1", None, "cpu", "cpu"),
+        ("cpu", "570.1", None, "", "cpu"),
+        ("gpu", "570.1", "xla_cuda13", "cpu", "gpu"),
+    ],
+)
+def test_platform(wanted: str, driver: str | None, plugin: str | None, variable: str, expected: str) -> None:
+    assert choose_platform(wanted, driver, plugin, variable) == expected
+
+
+@pytest.mark.parametrize("wanted", ["auto", "gpu"])
+def test_a_driver_without_the_extra_stops_and_names_the_fix(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=r"driver 570\.1.*`cuda12` is missing.*pip install 'jaxserve\[cuda12\]'.*--device cpu"):
+        choose_platform(wanted, "570.1", None)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        choose_platform("gpu", None, "xla_cuda12")
+
+
+def test_a_backend_that_fails_names_driver_and_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()  # JAX runs already, so that the failing choice leaves no setting behind for other tests
+    monkeypatch.setattr(device_module, "nvidia_driver", lambda: "470.57")
+    monkeypatch.setattr(device_module, "cuda_plugin", lambda: "xla_cuda12")
+    with pytest.raises(ConfigError, match=r"cannot use the gpu: .*470\.57.*xla_cuda12.*--device cpu"):
+        set_up_device(EngineConfig(model="m", device="gpu"))
+    assert set_up_device(EngineConfig(model="m", device="cpu")).platform == "cpu"
+
+
+def test_driver_of_a_machine_and_of_a_container_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "_has_libcuda", lambda: False)
+    assert nvidia_driver(tmp_path) is None
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12.3.0\n")
+    assert nvidia_driver(tmp_path) is None  # the host's entry, seen from a container that was given no GPU
+    monkeypatch.setattr(device_module, "_has_libcuda", lambda: True)
+    assert nvidia_driver(tmp_path) == "570.133.20"
+    monkeypatch.setattr(device_module, "_has_libcuda", lambda: False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert nvidia_driver(tmp_path) == "570.133.20"
+    version.unlink()
+    assert nvidia_driver(tmp_path) == "unknown"
+
+
+def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for quota, expected in ((None, cores), (0.5, 1), (1.9, 1), (1000.0, cores)):
+        monkeypatch.setattr(device_module, "cpu_quota", lambda quota=quota: quota)
+        assert usable_threads() == expected
+
+
+THREADS_SCRIPT = """
+import os, sys
+from jaxserve.config import EngineConfig
+from jaxserve.runner.device import set_up_device
+set_up_device(EngineConfig(model="m", device="cpu", num_threads=3, gpu_memory_utilization=0.5))
+import jax.numpy as jnp
+(jnp.ones((64, 64)) @ jnp.ones((64, 64))).block_until_ready()
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+print(sum("XLAEigen" in name for name in names), os.environ["XLA_CLIENT_MEM_FRACTION"])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_the_thread_count_reaches_xla() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC", "XLA_CLIENT_MEM_FRACTION")}
+    done = subprocess.run([sys.executable, "-c", THREADS_SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "0.5"]
+
+
+def test_dtype(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    cpu = jax.devices("cpu")[0]
+    gpu: Any = type("Device", (), {"platform": "gpu"})()
+    assert choose_dtype("float16", cpu, spec) == "float16"
+    assert choose_dtype("auto", gpu, spec) == "bfloat16"
+    assert choose_dtype("auto", gpu, replace(spec, dtype="float32")) == "float32"
+    assert choose_dtype("auto", cpu, replace(spec, dtype="float32")) == "float32"
+    assert choose_dtype("auto", cpu, spec) in ("bfloat16", "float32")
+    for seconds, expected in (({"bfloat16": 1.0, "float32": 2.0}, "bfloat16"), ({"bfloat16": 2.0, "float32": 1.0}, "float32")):
+        monkeypatch.setattr(device_module, "_probe", lambda hidden, mlp, dtype, device, s=seconds: s[jax.numpy.dtype(dtype).name])
+        assert choose_dtype("auto", cpu, spec) == expected
+
+
+def test_report_names_devices_versions_and_attention() -> None:
+    text = report()
+    for expected in ("jax 0.11", "cpu", "threads", "GiB free", "attention", "NVIDIA driver"):
+        assert expected in text
+    assert "PROBLEM" not in text
+
+
+def test_report_shows_a_driver_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "nvidia_driver", lambda: "570.1")
+    monkeypatch.setattr(device_module, "cuda_plugin", lambda: None)
+    monkeypatch.setattr(device_module, "choose_platform", lambda wanted, *rest: choose_platform(wanted, "570.1", None))
+    assert "PROBLEM" in report()
