@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 
 import openai
@@ -402,8 +403,6 @@ def test_truncated_prompts_keep_their_end(client):
 
 
 def test_equal_request_ids_are_both_served(server):
-    import threading
-
     body = {"prompt": [5, 7], "max_tokens": 20, "temperature": 0, "ignore_eos": True, "request_id": "same", "return_token_ids": True}
     answers: list[dict] = []
     threads = [threading.Thread(target=lambda: answers.append(post(server, "/v1/completions", body)[1])) for _ in range(4)]
@@ -475,7 +474,5 @@ def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
     body = {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True}
     one = post(fresh_server, "/v1/completions", body)[1]
     assert one["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5)  # greedy, from the model's generation config
-    seeded = post(
-        fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5, "return_token_ids": True, "temperature": 1, "seed": 4}
-    )[1]
+    seeded = post(fresh_server, "/v1/completions", body | {"temperature": 1, "seed": 4})[1]
     assert seeded["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5, seed=4)
