@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax._src import xla_bridge
 from jax.typing import DTypeLike
 
+import jaxserve
 from jaxserve.config import EngineConfig, cache_dir
 from jaxserve.errors import ConfigError
 from jaxserve.models.linear import linear
@@ -178,14 +179,11 @@ def report() -> str:
     attention, reason = dispatch.choose(device.platform)
     others = {name: why for name, why in dispatch.available().items() if why is not None}
     rows = [
-        ("jaxserve", f"{_version('jaxserve')}, Python {platform.python_version()}, {platform.platform()}"),
+        ("jaxserve", f"{jaxserve.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("versions", ", ".join(f"{name} {_version(name)}" for name in REPORTED_PACKAGES)),
         ("NVIDIA driver", nvidia_driver() or "none"),
         ("CUDA plugin", cuda_plugin() or "none (extra cuda12)"),
-        (
-            "device",
-            f"{device.platform}: {device.device_kind}" + (f", {jax.local_device_count()} of them" if jax.local_device_count() > 1 else ""),
-        ),
+        ("devices", f"{len(jax.local_devices())} x {device.device_kind}"),
         ("threads", f"{os.environ.get(THREADS_VARIABLE) or os.environ.get('NPROC') or usable_threads()}, of {os.cpu_count()} cores"),
         ("memory", _memory_line(device)),
         ("attention", f"{attention} ({reason})"),
