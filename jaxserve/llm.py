@@ -261,13 +261,17 @@ def _step(engine: Engine, running: dict[str, OutputBuilder], progress: _Progress
         builder = running.get(event.request_id)
         if builder is None:  # tokens on their way when its last sequence hit a stop string
             continue
+        is_prompt_new = builder.output.metrics.first_token_time_s is None
         delta = builder.push(event)
         if delta.is_stop_string_hit:
             engine.abort(event.request_id, event.index)
-        progress.add_tokens(len(delta.token_ids))
         if builder.output.finished:
             del running[event.request_id]
-            progress.add_finished(len(builder.output.prompt_token_ids))
+        progress.add(
+            num_read=event.num_prompt_tokens if is_prompt_new and delta.token_ids else 0,
+            num_written=len(delta.token_ids),
+            num_finished=int(builder.output.finished),
+        )
     progress.show()
 
 
@@ -309,14 +313,11 @@ class _Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
 
-    def add_tokens(self, count: int) -> None:
-        """Counts generated tokens."""
-        self._num_written += count
-
-    def add_finished(self, num_prompt_tokens: int) -> None:
-        """Counts a finished prompt."""
-        self._num_finished += 1
-        self._num_read += num_prompt_tokens
+    def add(self, *, num_read: int, num_written: int, num_finished: int) -> None:
+        """Counts prompt tokens, generated tokens and finished prompts."""
+        self._num_read += num_read
+        self._num_written += num_written
+        self._num_finished += num_finished
 
     def show(self) -> None:
         """Redraws, if it is time to."""
