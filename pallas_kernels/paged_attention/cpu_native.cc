@@ -184,8 +184,9 @@ struct Scratch {
 template <typename T>
 class Walk {
  public:
-  Walk(const Step<T>& step, const Item& item, Scratch& scratch)
-      : step_(step), item_(item), s_(scratch), padded_dim_((static_cast<int>(step.head_dim) + kLanes - 1) / kLanes * kLanes) {
+  // `next` is the item that this thread will walk afterwards.
+  Walk(const Step<T>& step, const Item& item, const Item& next, Scratch& scratch)
+      : step_(step), item_(item), next_(next), s_(scratch), padded_dim_((static_cast<int>(step.head_dim) + kLanes - 1) / kLanes * kLanes) {
     s_.resize(padded_dim_);
     int32_t lowest = std::numeric_limits<int32_t>::max(), highest = -1;
     for (int i = 0; i < kMaxQueries; ++i) {
@@ -213,26 +214,46 @@ class Walk {
   int64_t head(int i) const { return item_.kv_head * step_.group + (item_.first_query + i) % step_.group; }
   int64_t query_offset(int i) const { return (token(i) * step_.num_heads + head(i)) * step_.head_dim; }
 
-  // Fills keys (which = 0) or values (1) of positions [tile, tile + kTile), converted; 0 outside [begin_, end_), so that neither
-  // a page nobody may read nor the unwritten rest of a page is touched. Head dims are padded with 0.
-  void load_tile(int which, int32_t tile, float* to) const {
+  // The keys (which = 0) or values (1) of one position of an item's row, and how many more follow it in the same page.
+  std::pair<const T*, int32_t> place(const Item& item, int which, int32_t at) const {
+    const int32_t page_size = step_.page_size, offset = at % page_size;
+    const int64_t page = step_.page_tables[item.row * step_.max_pages + at / page_size];
+    const int64_t index = ((page * 2 + which) * step_.num_kv_heads + item.kv_head) * page_size + offset;
+    return {step_.pages + index * step_.head_dim, page_size - offset};
+  }
+
+  // Fills `to` with positions [from, from + count), converted; 0 outside [begin_, end_), so that neither a page nobody may read nor
+  // the unwritten rest of a page is touched. Head dims are padded with 0.
+  void load_keys(int which, int32_t from, int count, float* to) const {
     const int64_t dim = step_.head_dim;
-    const int32_t from = std::max(tile, begin_), until = std::min(tile + kTile, end_);
-    std::fill(to, to + int64_t{from - tile} * padded_dim_, 0.0f);
-    for (int32_t at = from; at < until;) {
-      const int32_t index = at / step_.page_size, offset = at % step_.page_size;
-      const int32_t count = std::min<int32_t>(until - at, step_.page_size - offset);
-      const int64_t page = step_.page_tables[item_.row * step_.max_pages + index];
-      const T* source = step_.pages + (((page * 2 + which) * step_.num_kv_heads + item_.kv_head) * step_.page_size + offset) * dim;
-      for (int32_t i = 0; i < count; ++i, source += dim) {
-        float* target = to + int64_t{at + i - tile} * padded_dim_;
+    const int32_t begin = std::clamp(begin_, from, from + count), end = std::clamp(end_, from, from + count);
+    std::fill(to, to + int64_t{begin - from} * padded_dim_, 0.0f);
+    for (int32_t at = begin; at < end;) {
+      auto [source, run] = place(item_, which, at);
+      run = std::min(run, end - at);
+      for (int32_t i = 0; i < run; ++i, source += dim) {
+        float* target = to + int64_t{at + i - from} * padded_dim_;
         int64_t d = 0;
         for (; d + kLanes <= dim; d += kLanes) store(target + d, load(source + d));
         if (d < dim) store(target + d, load_part(source + d, dim - d));
       }
-      at += count;
+      at += run;
     }
-    std::fill(to + int64_t{until - tile} * padded_dim_, to + int64_t{kTile} * padded_dim_, 0.0f);
+    std::fill(to + int64_t{end - from} * padded_dim_, to + int64_t{count} * padded_dim_, 0.0f);
+  }
+
+  // Asks the memory for what load_keys will read later. Decode waits for memory most of the time, and hardware does not see the
+  // next page coming.
+  // Inlined always: GCC takes a function of prefetches for one without effect, and drops calls of it.
+  __attribute__((always_inline)) inline void prefetch_keys(const Item& item, int which, int32_t from, int count) const {
+    const int32_t end = std::min(from + count, step_.kv_length[item.row]);
+    for (int32_t at = from; at < end;) {
+      auto [source, run] = place(item, which, at);
+      run = std::min(run, end - at);
+      const char* first = reinterpret_cast<const char*>(source);
+      for (int64_t i = 0; i < run * step_.head_dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(first + i);
+      at += run;
+    }
   }
 
   // Few queries: [query][dim] vectors, a dot product for each key.
@@ -248,11 +269,19 @@ class Walk {
       total[i] = step_.sinks ? 1.0f : 0.0f;
     }
     for (int32_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
-      load_tile(0, tile, s_.k.data());
-      load_tile(1, tile, s_.v.data());
       const int num_keys = (std::min(tile + kTile, end_) - tile + kLanes - 1) / kLanes * kLanes;
-      for (int i = 0; i < count; ++i) few_softmax(i, tile, num_keys, peak[i], total[i]);
-      for (int i = 0; i < count; i += 4) few_values(i, std::min(4, count - i), num_keys);
+      const bool is_last = tile + kTile >= end_;
+      for (int t = 0; t < num_keys; t += kLanes) {
+        prefetch_keys(item_, 1, tile + t, kLanes);
+        load_keys(0, tile + t, kLanes, s_.k.data());
+        for (int i = 0; i < count; ++i) few_scores(i, tile + t, s_.scores.data() + i * kTile + t);
+      }
+      for (int i = 0; i < count; ++i) few_softmax(i, num_keys, peak[i], total[i]);
+      for (int t = 0; t < num_keys; t += kLanes) {
+        prefetch_keys(is_last ? next_ : item_, 0, (is_last ? 0 : tile + kTile) + t, kLanes);
+        load_keys(1, tile + t, kLanes, s_.v.data());
+        for (int i = 0; i < count; i += 4) few_values(i, std::min(4, count - i), t);
+      }
     }
     for (int i = 0; i < count; ++i) {
       float* to = step_.out + query_offset(i);
@@ -261,32 +290,31 @@ class Walk {
     }
   }
 
-  // Scores of one query against a tile, taken into its running softmax; leaves the weights in s_.scores.
-  void few_softmax(int i, int32_t tile, int num_keys, float& peak, float& total) {
+  // Scores of one query against the kLanes keys in s_.k, the first of which is at position `from`.
+  void few_scores(int i, int32_t from, float* scores) const {
     const int dim = padded_dim_;
     const float* q = s_.q.data() + i * dim;
+    Vec sum[kLanes] = {};
+    for (int d = 0; d < dim; d += kLanes) {
+      const Vec factor = load(q + d);
+      for (int j = 0; j < kLanes; ++j) sum[j] += factor * load(s_.k.data() + j * dim + d);
+    }
+    Vec score = sum_each(sum) * splat(step_.scale);
+    if (step_.soft_cap != 0.0f) score = soft_capped(score, step_.soft_cap);
+    IntVec at;
+    for (int j = 0; j < kLanes; ++j) at[j] = from + j;
+    store(scores, (at >= first_[i]) & (at <= last_[i]) ? score : splat(-kInfinity));
+  }
+
+  // Takes a tile's scores of one query into its running softmax and leaves weights in their place.
+  void few_softmax(int i, int num_keys, float& peak, float& total) {
     float* scores = s_.scores.data() + i * kTile;
     Vec highest = splat(peak);
-    IntVec lane;
-    for (int j = 0; j < kLanes; ++j) lane[j] = j;
-    for (int t = 0; t < num_keys; t += kLanes) {
-      Vec sum[kLanes] = {};
-      const float* k = s_.k.data() + t * dim;
-      for (int d = 0; d < dim; d += kLanes) {
-        const Vec factor = load(q + d);
-        for (int j = 0; j < kLanes; ++j) sum[j] += factor * load(k + j * dim + d);
-      }
-      Vec score = sum_each(sum) * splat(step_.scale);
-      if (step_.soft_cap != 0.0f) score = soft_capped(score, step_.soft_cap);
-      const IntVec at = lane + (tile + t);
-      score = (at >= first_[i]) & (at <= last_[i]) ? score : splat(-kInfinity);
-      store(scores + t, score);
-      highest = larger(score, highest);
-    }
+    for (int t = 0; t < num_keys; t += kLanes) highest = larger(load(scores + t), highest);
     float new_peak = peak;
     for (int j = 0; j < kLanes; ++j) new_peak = std::max(new_peak, highest[j]);
     const float shift = new_peak == -kInfinity ? 0.0f : new_peak;
-    const float decay = exponential(splat(peak - shift))[0];
+    const Vec decay = exponential(splat(peak - shift));
     Vec sum = {};
     for (int t = 0; t < num_keys; t += kLanes) {
       const Vec weight = exponential(load(scores + t) - splat(shift));
@@ -295,21 +323,22 @@ class Walk {
     }
     float added = 0.0f;
     for (int j = 0; j < kLanes; ++j) added += sum[j];
-    total = total * decay + added;
+    total = total * decay[0] + added;
     peak = new_peak;
-    for (int d = 0; d < dim; d += kLanes) store(s_.out.data() + i * dim + d, load(s_.out.data() + i * dim + d) * splat(decay));
+    float* out = s_.out.data() + i * padded_dim_;
+    for (int d = 0; d < padded_dim_; d += kLanes) store(out + d, load(out + d) * decay);
   }
 
-  void few_values(int i, int count, int num_keys) {
-    const int dim = padded_dim_;
+  // Adds the kLanes values in s_.v, with the weights of the tile's keys t and following, to the outputs of queries [i, i + count).
+  void few_values(int i, int count, int t) {
     const auto rows = [&](auto num_rows) {
       constexpr int kRows = decltype(num_rows)::value;
-      const float* weights = s_.scores.data() + i * kTile;
+      const int dim = padded_dim_;
+      const float* weights = s_.scores.data() + i * kTile + t;
+      float* out = s_.out.data() + i * dim;
       int d = 0;
-      for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
-        multiply_tile<kRows, 2>(s_.out.data() + i * dim + d, dim, weights, kTile, 1, s_.v.data() + d, dim, num_keys);
-      }
-      if (d < dim) multiply_tile<kRows, 1>(s_.out.data() + i * dim + d, dim, weights, kTile, 1, s_.v.data() + d, dim, num_keys);
+      for (; d + 4 * kLanes <= dim; d += 4 * kLanes) multiply_tile<kRows, 4>(out + d, dim, weights, kTile, 1, s_.v.data() + d, dim, kLanes);
+      for (; d < dim; d += kLanes) multiply_tile<kRows, 1>(out + d, dim, weights, kTile, 1, s_.v.data() + d, dim, kLanes);
     };
     if (count == 1) rows(std::integral_constant<int, 1>());
     if (count == 2) rows(std::integral_constant<int, 2>());
@@ -337,9 +366,9 @@ class Walk {
       for (int64_t d = 0; d < step_.head_dim; ++d) s_.q[d * kWidth + i] = q[d];
     }
     for (int32_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
-      load_tile(0, tile, s_.k.data());
-      load_tile(1, tile, s_.v.data());
       const int num_keys = (std::min(tile + kTile, end_) - tile + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;
+      load_keys(0, tile, num_keys, s_.k.data());
+      load_keys(1, tile, num_keys, s_.v.data());
       std::fill(s_.scores.begin(), s_.scores.begin() + num_keys * kWidth, 0.0f);
       for (int t = 0; t < num_keys; t += kRowsAtOnce) {
         multiply_tile<kRowsAtOnce, kVecs>(s_.scores.data() + t * kWidth, kWidth, s_.k.data() + t * dim, dim, 1, s_.q.data(), kWidth, dim);
@@ -388,6 +417,7 @@ class Walk {
 
   const Step<T>& step_;
   const Item& item_;
+  const Item& next_;
   Scratch& s_;
   const int padded_dim_;
   int32_t begin_, end_;                             // keys that any query of the item sees
@@ -405,9 +435,12 @@ struct Work {
     thread_local Scratch scratch;
     const int64_t count = items.size();
     // From the end: the rows with most tokens come last, and long items first balance the threads best.
-    for (int64_t i; (i = next.fetch_add(1)) < count;) {
-      Walk<T>(step, items[count - 1 - i], scratch).run();
+    for (int64_t i = next.fetch_add(1); i < count;) {
+      const int64_t following = next.fetch_add(1);
+      const Item& item = items[count - 1 - i];
+      Walk<T>(step, item, following < count ? items[count - 1 - following] : item, scratch).run();
       if (done.fetch_add(1) + 1 == count) done.notify_all();
+      i = following;
     }
   }
 };

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-KV_TILE = 64
-"""Keys of a step of the inner loop (or one page, where pages are larger)."""
+SCORES_AT_ONCE = 1024
+"""Tokens times keys in a step of the inner loop: few tokens take many keys, because a step has a fixed cost of its own."""
+MIN_KV_TILE = 64
+"""Keys in a step of the inner loop, at least (or one page, where pages are larger)."""
 ROWS_AT_ONCE = 16
 """Rows with one token that share a step of the inner loop; they run as long as the longest of them."""
 QUERY_TILE = 32
@@ -49,22 +51,18 @@ def paged_attention(
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_tokens, num_rows = q.shape[0], page_tables.shape[0]
-    pages_in_tile = max(1, KV_TILE // pages.shape[3])
-    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % pages_in_tile)))
-    attend = functools.partial(
-        _attend, pages=pages, pages_in_tile=pages_in_tile, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    attend = functools.partial(_attend, pages=pages, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     spare = max(ROWS_AT_ONCE, QUERY_TILE)  # the last tile of a loop may reach past the last token
     padded_q = jnp.pad(q, ((0, spare), (0, 0), (0, 0)))
     out = jnp.zeros(padded_q.shape, q.dtype)
     if is_decode:
         num_single = jnp.max(jnp.where(kv_length > 0, jnp.arange(num_rows) + 1, 0))
-        return _single_rows(attend, out, padded_q, tables, kv_length, num_single)[:num_tokens]
+        return _single_rows(attend, out, padded_q, page_tables, kv_length, num_single)[:num_tokens]
     count = jnp.diff(row_start)
     num_single = jnp.cumprod((count == 1).astype(jnp.int32)).sum()
-    out = _single_rows(attend, out, padded_q, tables, kv_length, num_single)
+    out = _single_rows(attend, out, padded_q, page_tables, kv_length, num_single)
     padded_position = jnp.pad(position, (0, spare))
-    return _chunks(attend, out, padded_q, tables, row_start, padded_position, num_single)[:num_tokens]
+    return _chunks(attend, out, padded_q, page_tables, row_start, padded_position, num_single)[:num_tokens]
 
 
 def _single_rows(
@@ -131,7 +129,6 @@ def _attend(
     position: jax.Array,
     end_key: jax.Array,
     pages: jax.Array,
-    pages_in_tile: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -141,7 +138,10 @@ def _attend(
     width, num_queries, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = pages.shape
     group = num_heads // num_kv_heads
+    keys_at_once = max(MIN_KV_TILE, SCORES_AT_ONCE // (width * num_queries))
+    pages_in_tile = max(1, min(keys_at_once // page_size, tables.shape[1]))
     tile = pages_in_tile * page_size
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_in_tile)))
     packed = (width, num_kv_heads, num_queries * group)
     queries = q.astype(jnp.float32).reshape(width, num_queries, num_kv_heads, group, head_dim)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(*packed, head_dim)
