@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.engine.link_server import run_engine_process
 from jaxserve.errors import JaxserveError
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
     orders = read_orders(argv)
+    reports = Reports(orders["report_fd"])
     from jaxserve.engine.build import build_engine  # loads JAX
 
     try:
-        engine = build_engine(EngineConfig(**orders["config"]))
+        engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
     except JaxserveError as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 2
     try:
-        return run_engine_process(engine, engine.info, orders["engine_address"], partial(report_ready, orders["ready_fd"], {}))
+        return run_engine_process(engine, engine.info, orders["engine_address"], lambda: reports.ready(asdict(engine.info)))
     finally:
         engine.close()
 

@@ -6,6 +6,7 @@ Next: `jaxserve.serve.supervisor`, which starts them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
 
-def read_orders(argv: list[str]) -> dict[str, Any]:
+def read_orders(argv: Sequence[str]) -> dict[str, Any]:
     """The JSON object that the supervisor gave as the only argument; also ties this process to its parent and sets up logging."""
     if len(argv) != 2:
         raise SystemExit("this process is started by `jaxserve serve`")
@@ -35,10 +36,24 @@ def read_orders(argv: list[str]) -> dict[str, Any]:
     return orders
 
 
-def report_ready(ready_fd: int, facts: Mapping[str, Any]) -> None:
-    """Tells the supervisor, once, that this process serves, with what it should print."""
-    with os.fdopen(ready_fd, "w") as pipe:
-        json.dump(facts, pipe)
+class Reports:
+    """The pipe to the supervisor: stages as they end, then, once, that this process serves. One JSON object a line."""
+
+    def __init__(self, fd: int) -> None:
+        self._pipe = os.fdopen(fd, "w", buffering=1)
+
+    def stage(self, name: str, seconds: float, detail: str = "") -> None:
+        """A stage of start-up has ended."""
+        self._write({"stage": [name, seconds, detail]})
+
+    def ready(self, facts: Mapping[str, Any]) -> None:
+        """This process serves; `facts` are what the supervisor prints of it."""
+        self._write({"ready": facts})
+        self._pipe.close()
+
+    def _write(self, report: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a supervisor that is gone takes this process with it
+            self._pipe.write(json.dumps(report) + "\n")
 
 
 def die_with_parent(parent_pid: int) -> None:

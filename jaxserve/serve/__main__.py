@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from jaxserve.config import ServerConfig
-from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.errors import JaxserveError
 from jaxserve.serve.server import Endpoints, run_front_end
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs until told to stop (0); 2 when it cannot start."""
     orders = read_orders(argv)
     values = orders["config"]
     config = ServerConfig(**values | {"served_model_name": tuple(values["served_model_name"])})
 
+    reports = Reports(orders["report_fd"])
+
     def on_ready(endpoints: Endpoints) -> None:
-        report_ready(orders["ready_fd"], asdict(endpoints))
+        reports.ready(asdict(endpoints))
 
     try:
         return asyncio.run(run_front_end(config, orders["engine_address"], on_ready))

@@ -7,12 +7,15 @@ that names it: nothing a client asked for is dropped in silence. Ranges are chec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import from_json
 
 from jaxserve.errors import InvalidRequest
+
+type _List[T] = Annotated[list[T], FailFast()]
+"""Fails at the first bad entry: a list of a million of them must not make a million messages."""
 
 _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -22,7 +25,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "length_penalty": (1.0,),
+    "length_penalty": (1.0, 1),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -95,7 +98,7 @@ class _GenerationBody(_Body):
     logit_bias: dict[str, float] | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _List[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -103,7 +106,7 @@ class _GenerationBody(_Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _List[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -153,7 +156,7 @@ class CompletionBody(_GenerationBody):
     """`POST /v1/completions`."""
 
     not_served = _NOT_SERVED
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _List[str] | _List[int] | _List[_List[int]]
     echo: bool | None = None
     logprobs: int | None = None
     max_tokens: int | None = None
@@ -169,7 +172,7 @@ class ChatBody(_GenerationBody):
     """`POST /v1/chat/completions`."""
 
     not_served = {**_NOT_SERVED, **_CHAT_NOT_SERVED}
-    messages: list[dict[str, Any]]
+    messages: _List[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_tokens: int | None = None
@@ -191,7 +194,7 @@ class TokenizeBody(_Body):
     not_served = {"chat_template": (), "tools": ([],), "mm_processor_kwargs": ({},)}
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _List[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -203,4 +206,4 @@ class DetokenizeBody(_Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _List[int]

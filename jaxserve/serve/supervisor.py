@@ -23,7 +23,9 @@ from typing import Any
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.child_process import LOG_FORMAT
+from jaxserve.engine.info import EngineInfo
 from jaxserve.serve.server import bind
+from jaxserve.startup_report import changed_settings, curl_line, stage_line, summary
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +34,41 @@ STOP_TIMEOUT_S = 15.0
 
 
 class Child:
-    """One child process and the pipe on which it says that it is ready."""
+    """One child process and the pipe on which it reports."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, ready: asyncio.Task[dict[str, Any] | None]) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, reports_fd: int) -> None:
         self.name = name
         self.process = process
-        self.ready = ready
-        """Its facts once it is ready; None when it ended before."""
+        self.ready = asyncio.create_task(self._read_reports(reports_fd))
+        """Its facts once it serves; None when it ended before."""
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], orders: Mapping[str, Any]) -> Child:
         """Starts `command` with the orders as its last argument."""
         read_fd, write_fd = os.pipe()
-        argument = json.dumps({**orders, "parent_pid": os.getpid(), "ready_fd": write_fd})
+        argument = json.dumps({**orders, "parent_pid": os.getpid(), "report_fd": write_fd})
         try:
             # Its own process group: Ctrl-C reaches this process only, which then ends the children in order.
             process = await asyncio.create_subprocess_exec(*command, argument, pass_fds=(write_fd,), process_group=0)
         finally:
             os.close(write_fd)
-        return cls(name, process, asyncio.create_task(_read_facts(read_fd)))
+        return cls(name, process, read_fd)
+
+    @staticmethod
+    async def _read_reports(fd: int) -> dict[str, Any] | None:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(fd, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            async for line in reader:
+                report = json.loads(line)
+                if "ready" in report:
+                    facts: dict[str, Any] = report["ready"]
+                    return facts
+                _print(stage_line(*report["stage"]))
+            return None
+        finally:
+            transport.close()
 
     async def stop(self) -> None:
         """Asks it to end, then makes it."""
@@ -71,32 +89,30 @@ class Child:
             self.process.kill()
 
 
-async def _read_facts(read_fd: int) -> dict[str, Any] | None:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0))
-    try:
-        text = await reader.read()
-    finally:
-        transport.close()
-    return json.loads(text) if text else None
-
-
 def serve(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status.
+
+    Args:
+        engine, server: The settings.
+        origins: Where each setting that is not a default came from, to be printed.
 
     Raises:
         ConfigError: A port is taken; nothing was started.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     python = [sys.executable, "-m"]
-    return asyncio.run(supervise([*python, "jaxserve.engine"], asdict(engine), [*python, "jaxserve.serve"], server))
+    changes = changed_settings(engine, server, origins)
+    return asyncio.run(supervise([*python, "jaxserve.engine"], asdict(engine), [*python, "jaxserve.serve"], server, changes))
 
 
 async def supervise(
-    engine_command: Sequence[str], engine_config: Mapping[str, Any], front_end_command: Sequence[str], server: ServerConfig
+    engine_command: Sequence[str],
+    engine_config: Mapping[str, Any],
+    front_end_command: Sequence[str],
+    server: ServerConfig,
+    changes: Sequence[tuple[str, str, str]] = (),
 ) -> int:
-    """Runs the two commands as described above; each gets its orders as one JSON argument."""
+    """Runs the two commands as described above; each gets its orders as one JSON argument. `changes` are printed at the end of start-up."""
     for is_open, port, flag in ((not server.grpc_only, server.port, "--port"), (not server.http_only, server.grpc_port, "--grpc-port")):
         if is_open:
             bind(server.host, port, flag).close()
@@ -105,9 +121,15 @@ async def supervise(
     children: list[Child] = []
     try:
         stopping = _Stopping(children)
-        children.append(await Child.start("the engine", engine_command, {"config": engine_config, "engine_address": address}))
-        children.append(await Child.start("the front end", front_end_command, {"config": asdict(server), "engine_address": address}))
-        return await _run(children, stopping)
+        engine = await Child.start("the engine", engine_command, {"config": engine_config, "engine_address": address})
+        children.append(engine)
+        front_end = await Child.start("the front end", front_end_command, {"config": asdict(server), "engine_address": address})
+        children.append(front_end)
+        summary_task = asyncio.create_task(_print_summary(engine, front_end, server, changes))
+        try:
+            return await _wait_for_end(children, stopping)
+        finally:
+            summary_task.cancel()
     finally:
         for child in reversed(children):  # the front end first: it still answers while the engine is there
             await child.stop()
@@ -133,11 +155,10 @@ class _Stopping:
         await self._event.wait()
 
 
-async def _run(children: Sequence[Child], stopping: _Stopping) -> int:
+async def _wait_for_end(children: Sequence[Child], stopping: _Stopping) -> int:
     """Until a signal (0) or until a child has ended (its status)."""
     ends = {asyncio.create_task(child.process.wait()): child for child in children}
     stop = asyncio.create_task(stopping.wait())
-    report = asyncio.create_task(_report(children))
     try:
         await asyncio.wait({*ends, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
@@ -148,15 +169,23 @@ async def _run(children: Sequence[Child], stopping: _Stopping) -> int:
         logger.error("%s %s; ending the server", dead.name, how)
         return status if status > 0 else 1
     finally:
-        for task in (stop, report, *ends):
+        for task in (stop, *ends):
             task.cancel()
 
 
-async def _report(children: Sequence[Child]) -> None:
-    """Prints where the server listens, once both children are ready."""
-    facts = [await child.ready for child in children]
-    if any(fact is None for fact in facts):
+async def _print_summary(engine: Child, front_end: Child, server: ServerConfig, changes: Sequence[tuple[str, str, str]]) -> None:
+    """Prints what is served and where, once both children serve."""
+    facts, endpoints = await engine.ready, await front_end.ready
+    if facts is None or endpoints is None:
         return
-    endpoints = {name: address for fact in facts if fact for name, address in fact.items() if address}
-    for name, address in endpoints.items():
-        print(f"jaxserve: {name} at {address}", file=sys.stderr, flush=True)
+    info = EngineInfo(**facts)
+    http = endpoints["http"]
+    _print(summary(info, {name: address for name, address in (("HTTP", http), ("gRPC", endpoints["grpc"])) if address}, changes))
+    if http:
+        _print(f"\nReady. Try:\n\n  {curl_line(http, (*server.served_model_name, info.model)[0])}\n")
+    else:
+        _print("\nReady.")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -2,10 +2,10 @@
 
 import os
 import sys
-from functools import partial
+from dataclasses import asdict
 
 from jaxserve.config import SchedulerLimits
-from jaxserve.engine.child_process import read_orders, report_ready
+from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_server import run_engine_process
@@ -16,6 +16,8 @@ orders = read_orders(sys.argv)
 if os.environ.get("COUNTING_ENGINE_FAILS"):
     print("jaxserve: error: no such model", file=sys.stderr)
     sys.exit(2)
+reports = Reports(orders["report_fd"])
+reports.stage("weights", 0.25, "none")
 limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_pages=129)
 runner = CountingRunner(num_pages=129, page_size=16, max_num_seqs=8, vocab_size=320, step_s=0.01)
 info = EngineInfo(
@@ -23,4 +25,4 @@ info = EngineInfo(
     eos_token_ids=(1,), num_pages=129, page_size=16, max_num_seqs=8, max_num_batched_tokens=64,
 )  # fmt: skip
 engine = Engine(Scheduler(limits), runner, info)
-sys.exit(run_engine_process(engine, info, orders["engine_address"], partial(report_ready, orders["ready_fd"], {})))
+sys.exit(run_engine_process(engine, info, orders["engine_address"], lambda: reports.ready(asdict(info))))
