@@ -1,0 +1,252 @@
+"""Puts an engine together from a configuration: device, checkpoint, weights, memory plan, programs, scheduler.
+
+Reads top to bottom in the order in which start-up prints its stages. Everything it decides ends up in `EngineInfo`. Next:
+`engine.engine` for what the parts then do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.config import EngineConfig, SchedulerLimits
+from jaxserve.convert.resolve import resolve_model
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import EngineInfo
+from jaxserve.errors import InvalidRequest
+from jaxserve.models.load import load_model
+from jaxserve.models.registry import resolve_spec
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.compile import set_up_compile_cache
+from jaxserve.runner.device import choose_dtype, set_up_device, usable_threads
+from jaxserve.runner.memory import (
+    MIN_PAGES,
+    MemoryPlan,
+    choose_num_pages,
+    kv_budget,
+    num_pages_key,
+    page_bytes,
+    resolve_max_model_len,
+    tree_bytes,
+)
+from jaxserve.runner.runner import ModelRunner, RunnerShape, penalty_state_shapes, slot_state_shapes
+from jaxserve.scheduler.scheduler import Scheduler
+from pallas_kernels import dispatch
+
+logger = logging.getLogger(__name__)
+
+Stage = Callable[[str, float, str], None]
+"""Called after each stage of start-up with its name, its seconds and a detail."""
+
+
+class _StepLimits(NamedTuple):
+    """Defaults of one platform: sequences and tokens of a step, and how far apart the mixed buckets lie."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    bucket_ratio: int
+
+
+_DEFAULT_LIMITS = {"cpu": _StepLimits(64, 512, 4), "gpu": _StepLimits(256, 8192, 2)}
+"""At most 16 programs on CPU, where each costs a second of start-up, and 48 on GPU."""
+
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""What generation_config.json may say about sampling, and our names for it."""
+
+
+def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
+    """An engine ready for its first request.
+
+    Raises:
+        ConfigError: A setting does not fit this machine or this model.
+        CheckpointError: The model is missing, damaged or unsupported.
+    """
+    timer = _Timer(stage)
+    with timer.stage("device") as detail:
+        device = set_up_device(config)
+        cache_directory = set_up_compile_cache(config)
+        detail(
+            f"{device.device_kind}, {config.num_threads or usable_threads()} threads" if device.platform == "cpu" else device.device_kind
+        )
+    with timer.stage("checkpoint") as detail:
+        checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
+        spec = resolve_spec(checkpoint.config)
+        detail(str(checkpoint.path))
+    with timer.stage("weights") as detail:
+        dtype = choose_dtype(config.dtype, device, spec)
+        attention, attention_reason = _choose_attention(config, device)
+        model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
+        detail(dtype)
+    with timer.stage("memory") as detail:
+        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory)
+        detail(f"{plan.num_pages:,} pages")
+        logger.info("memory:\n%s", plan.table())
+    with timer.stage("programs") as detail:
+        runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
+        del model
+        num_programs = runner.compile(
+            lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
+        )
+        detail(f"{num_programs}, {runner.compiles.num_cache_hits} from the compile cache")
+    info = _engine_info(
+        config, checkpoint, spec, shape, dtype,
+        device=device_name, attention=attention, attention_reason=attention_reason, kv_cache_bytes=plan.kv_bytes,
+        num_programs=num_programs, num_cached_programs=runner.compiles.num_cache_hits,
+    )  # fmt: skip
+    return Engine(Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets), runner, info)
+
+
+class _Timer:
+    """Times stages and reports them."""
+
+    def __init__(self, stage: Stage | None) -> None:
+        self._stage = stage
+
+    def report(self, name: str, seconds: float, detail: str = "") -> None:
+        if self._stage is not None:
+            self._stage(name, seconds, detail)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Yields a function that sets the stage's detail."""
+        details: list[str] = []
+        started = time.perf_counter()
+        yield details.append
+        self.report(name, time.perf_counter() - started, "".join(details))
+
+
+def _choose_attention(config: EngineConfig, device: jax.Device) -> tuple[str, str]:
+    if config.attention_backend != "auto":
+        return config.attention_backend, "attention_backend"
+    return dispatch.choose(device.platform)
+
+
+def _plan_memory(
+    config: EngineConfig, spec: ModelSpec, model: Any, dtype: str, device: jax.Device, cache_directory: Path
+) -> tuple[RunnerShape, MemoryPlan]:
+    """Decides the number of pages and the longest sequence, hence every shape."""
+    defaults = _DEFAULT_LIMITS["cpu" if device.platform == "cpu" else "gpu"]
+    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    buckets = Buckets.build(
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max(config.max_num_batched_tokens or defaults.max_num_batched_tokens, 16),
+        has_prompt_logprobs=config.enable_prompt_logprobs,
+        ratio=defaults.bucket_ratio,
+    )
+    shape = RunnerShape(
+        buckets=buckets,
+        num_pages=MIN_PAGES,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len or spec.derived_max_model_len,
+        max_penalty_slots=min(config.max_penalty_slots, max_num_seqs),
+        num_logprobs=max(config.max_logprobs, 0),
+        has_full_logprobs=config.max_logprobs == -1,
+    )
+    state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
+    temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, device)
+    budget = kv_budget(config, device, state_bytes=state_bytes, temporaries_bytes=temporaries_bytes)
+    bytes_per_page = page_bytes(spec, config.page_size, dtype)
+    key = num_pages_key(spec, config, dtype, device)
+    num_pages = choose_num_pages(config, budget, bytes_per_page, key=key, cache_directory=cache_directory)
+    max_model_len, message = resolve_max_model_len(config, spec, num_pages)
+    if message is not None:
+        logger.warning(message)
+    plan = MemoryPlan(
+        weights_bytes=tree_bytes(jax.tree.leaves(model)),
+        state_bytes=state_bytes,
+        temporaries_bytes=temporaries_bytes,
+        page_bytes=bytes_per_page,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        reason=budget.reason,
+    )
+    return replace(shape, num_pages=num_pages, max_model_len=max_model_len), plan
+
+
+def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, dtype: str, device: jax.Device) -> int:
+    """Temporaries of the largest step, measured by compiling it with hardly any pages; 0 on CPU, where pages do not compete for memory."""
+    if device.platform == "cpu":
+        return 0
+    runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
+    largest = max(shape.buckets.all(), key=lambda bucket: (bucket.tokens, bucket.logits_rows))
+    try:
+        return runner.lower(largest)().compile().memory_analysis().temp_size_in_bytes
+    finally:
+        runner.compiles.close()
+
+
+def _engine_info(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, shape: RunnerShape, dtype: str, **facts: Any) -> EngineInfo:
+    return EngineInfo(
+        model_path=str(checkpoint.path),
+        model=config.model,
+        model_type=spec.model_type,
+        architectures=spec.architectures,
+        dtype=dtype,
+        max_model_len=shape.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(sorted(checkpoint.eos_token_ids)),
+        bos_token_id=next(iter(spec.bos_token_ids), None),
+        pad_token_id=checkpoint.generation_config.get("pad_token_id"),
+        max_logprobs=config.max_logprobs,
+        has_prompt_logprobs=config.enable_prompt_logprobs,
+        max_penalty_slots=shape.max_penalty_slots,
+        scheduling_policy=config.scheduling_policy,
+        num_pages=shape.num_pages,
+        page_size=shape.page_size,
+        max_num_seqs=shape.buckets.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or shape.buckets.max_num_tokens,
+        default_sampling_params=default_sampling_params(checkpoint.generation_config) if config.generation_config == "auto" else {},
+        **facts,
+    )
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says about sampling; a value that no request may have is left out, with a warning."""
+    params: dict[str, Any] = {}
+    for theirs, ours in _GENERATION_FIELDS.items():
+        value = generation_config.get(theirs)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{ours: value})
+        except InvalidRequest as error:
+            logger.warning("generation_config.json: %s is left out: %s", theirs, error)
+            continue
+        params[ours] = value
+    if params:
+        logger.info("default sampling parameters from generation_config.json: %s", params)
+    return params
+
+
+def _scheduler_limits(config: EngineConfig, info: EngineInfo, spec: ModelSpec, shape: RunnerShape) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        num_pages=info.num_pages,
+        page_size=info.page_size,
+        num_groups=len(spec.kv_groups),
+        max_penalty_slots=shape.max_penalty_slots,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        rope_original_length=spec.rope.original_length,
+    )
