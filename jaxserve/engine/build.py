@@ -82,9 +82,9 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
     with timer.stage("device") as detail:
         device = set_up_device(config)
         cache_directory = set_up_compile_cache(config)
-        detail(
-            f"{device.device_kind}, {config.num_threads or usable_threads()} threads" if device.platform == "cpu" else device.device_kind
-        )
+        num_threads = config.num_threads or usable_threads()
+        device_name = f"cpu, {num_threads} threads" if device.platform == "cpu" else device.device_kind
+        detail(device_name)
     with timer.stage("checkpoint") as detail:
         checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
         spec = resolve_spec(checkpoint.config)
