@@ -133,13 +133,19 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 async def run_front_end(config: ServerConfig, engine_address: str, on_ready: Callable[[Endpoints], None]) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    """Serves until SIGTERM or SIGINT, also while it still waits for the engine; returns the exit status."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     front_end = FrontEnd(config, engine_address)
-    on_ready(await front_end.start())
-    await stop.wait()
+    starting = asyncio.create_task(front_end.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        return 0
+    on_ready(starting.result())
+    await stopping
     await front_end.stop()
     return 0
 

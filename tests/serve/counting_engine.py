@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import asdict
 
 from jaxserve.config import SchedulerLimits
@@ -16,6 +17,8 @@ orders = read_orders(sys.argv)
 if os.environ.get("COUNTING_ENGINE_FAILS"):
     print("jaxserve: error: no such model", file=sys.stderr)
     sys.exit(2)
+if os.environ.get("COUNTING_ENGINE_HANGS"):
+    time.sleep(60)
 reports = Reports(orders["report_fd"])
 reports.stage("weights", 0.25, "none")
 limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_pages=129)

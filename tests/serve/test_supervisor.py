@@ -133,3 +133,15 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_status(model_path,
     with serving(model_path, tmp_path / "log", COUNTING_ENGINE_FAILS="1") as server:
         assert server.wait() == 2
         assert "no such model" in server.text()
+
+
+def test_sigterm_ends_a_server_that_is_still_starting(model_path, tmp_path):
+    with serving(model_path, tmp_path / "log", COUNTING_ENGINE_HANGS="1") as server:
+        end = time.monotonic() + TIMEOUT_S
+        while len(children := psutil.Process(server.process.pid).children()) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        time.sleep(2)  # the front end has its signal handlers now
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert not any(child.is_running() for child in children), server.text()
