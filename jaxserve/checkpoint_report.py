@@ -27,7 +27,8 @@ def describe(path: str | Path) -> list[str]:
         f"{spec.num_kv_heads} KV heads, MLP {spec.mlp_size}, vocabulary {spec.vocab_size}, {'tied' if spec.is_tied else 'untied'} head",
         f"  positions    {spec.derived_max_model_len} tokens, {rope}",
         f"  end tokens   {sorted(checkpoint.eos_token_ids)}",
-        f"  size         {manifest.num_parameters:,} parameters in {manifest.num_tensors} tensors, {size(manifest.num_bytes)}, {manifest.dtype}",
+        f"  size         {manifest.num_parameters:,} parameters in {manifest.num_tensors} tensors, {size(manifest.num_bytes)}, "
+        f"{manifest.dtype}",
         *(f"  left out     {i.count} tensors, {size(i.num_bytes)}, matching {i.pattern}" for i in manifest.ignored),
         "  tensors",
     ]

@@ -77,15 +77,19 @@ class _Terminal:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._started = time.monotonic()
+        self._started: float | None = None
         self._shown = 0.0
         self._is_line_open = False
+        # Rates are counted from the first piece: importing Orbax takes seconds.
+        self._first = 0
 
     def note(self, line: str) -> None:
         self.end_line()
         print(line, file=sys.stderr, flush=True)
 
     def advance(self, done_bytes: int, total_bytes: int, name: str) -> None:
+        if self._started is None:
+            self._started, self._first = time.monotonic(), done_bytes
         seconds = time.monotonic() - self._started
         is_last = done_bytes == total_bytes
         if self._is_terminal:
@@ -96,7 +100,7 @@ class _Terminal:
             if done_bytes / total_bytes - self._shown < 0.1 and not is_last:
                 return
             self._shown = done_bytes / total_bytes
-        rate = size(int(done_bytes / max(seconds, 1e-3)))
+        rate = size(int((done_bytes - self._first) / max(seconds, 1e-3)))
         text = f"{100 * done_bytes // total_bytes:3d} %  {size(done_bytes)} of {size(total_bytes)}, {rate}/s, {name}"
         if self._is_terminal:
             print(f"\r{text:<79.79}", end="", file=sys.stderr, flush=True)

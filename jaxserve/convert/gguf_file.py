@@ -126,6 +126,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         for _ in range(num_values):
             key = cursor.string()
             metadata[key] = cursor.value(cursor.scalar("I"))
+        if (parts := metadata.get("split.count", 1)) != 1:
+            raise CheckpointError(f"{path} is one of {parts} parts, which is not supported; merge them with llama-gguf-split --merge.")
         entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:

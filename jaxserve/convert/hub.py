@@ -54,21 +54,23 @@ def download(repo_id: str, revision: str | None) -> tuple[Path, str]:
     except RepositoryNotFoundError:
         raise CheckpointError(f"{at} is neither a path nor a model on {constants.ENDPOINT} (if it is private, set HF_TOKEN).") from None
     except (LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, HfHubHTTPError):
-            raise CheckpointError(f"{at} cannot be downloaded: {constants.ENDPOINT} answered {_first_line(error)}") from None
+        # What the hub answered is the error itself, or the reason why its files are looked for in the cache only.
+        for answer in (error, error.__cause__):
+            if isinstance(answer, HfHubHTTPError):
+                raise CheckpointError(f"{at} cannot be downloaded: {constants.ENDPOINT} answered: {_first_line(answer)}") from None
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
         raise CheckpointError(f"{at} is not in the local cache ({constants.HF_HUB_CACHE}) and {why}.") from None
     return Path(path), os.path.basename(path)
 
 
 def _check_files(repo_id: str, revision: str | None) -> None:
-    """A repository without safetensors is refused before anything is downloaded; an unreachable hub is left to the cache."""
-    import httpx
+    """A repository without safetensors is refused before anything is downloaded."""
     from huggingface_hub import HfApi
 
     try:
         info = HfApi().model_info(repo_id, revision=revision, timeout=10)
-    except (httpx.TransportError, TimeoutError):
+    except Exception:
+        # Whatever is wrong, the download itself meets it too, and may still have the files in its cache.
         return
     names = [sibling.rfilename for sibling in info.siblings or []]
     if any(name.endswith(".safetensors") for name in names):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +28,7 @@ from jaxserve.convert.read_safetensors import PICKLED, pickle_message, read_dire
 from jaxserve.convert.source import Source, SourceTensor
 from jaxserve.convert.write_orbax import Item, write_weights
 from jaxserve.errors import CheckpointError
-from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.registry import family_of, resolve_spec, text_config
 from jaxserve.models.spec import ModelSpec
 
 _STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
@@ -88,7 +89,7 @@ def convert(
     _check_destination(dst, overwrite)
     located = _locate(str(src), revision)
     source = _read(located.path)
-    if (method := source.config.get("quantization_config")) is not None:
+    if (method := text_config(source.config).get("quantization_config", source.config.get("quantization_config"))) is not None:
         kind = method.get("quant_method") if isinstance(method, Mapping) else method
         raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, and GGUF's types.")
     spec = resolve_spec(source.config)
@@ -99,7 +100,7 @@ def convert(
         progress.note(line)
     for left in ignored:
         progress.note(f"left out on purpose: {left.count} tensors, {size(left.num_bytes)}, matching {left.pattern}")
-    _write(dst, located, source, spec, items, ignored, dtype, progress)
+    _write(dst, located, source, spec, items, ignored, dtype, overwrite, progress)
 
 
 def _check_destination(dst: Path, overwrite: bool) -> None:
@@ -149,6 +150,7 @@ def _write(
     items: Sequence[Item],
     ignored: Sequence[IgnoredTensors],
     dtype: str,
+    overwrite: bool,
     progress: Progress,
 ) -> None:
     """Writes beside `dst`, then renames."""
@@ -160,14 +162,12 @@ def _write(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         progress.note(f"converting {located.name}: {len(items)} tensors, {size(total)}" + _shrink_hint(items))
-        with ThreadPoolExecutor(1) as pool:
-            hashes = pool.submit(_hash_files, source.files)
-            write_weights(scratch / "weights", items, _counter(total, progress))
-            files = hashes.result()
+        files = _write_and_hash(scratch / "weights", source.files, items, _counter(total, progress))
         _write_small_files(scratch, source, dtype)
         manifest = _manifest(located, source, spec, items, ignored, files)
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         os.sync()
+        _check_destination(dst, overwrite)  # another process may have made it meanwhile
         _move_into_place(scratch, dst)
     except OSError as error:
         raise CheckpointError(f"{dst} cannot be written: {error}") from error
@@ -201,12 +201,29 @@ def _check_disk_space(directory: Path, needed: int) -> None:
         )
 
 
-def _hash_files(files: Sequence[Path]) -> tuple[SourceFile, ...]:
+def _write_and_hash(
+    path: Path, files: Sequence[Path], items: Sequence[Item], on_written: Callable[[Item, int], None]
+) -> tuple[SourceFile, ...]:
+    """Writes the arrays while another thread hashes the source files."""
+    is_stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            hashes = pool.submit(_hash_files, files, is_stopped)
+            write_weights(path, items, on_written)
+            return hashes.result()
+        except BaseException:
+            is_stopped.set()  # leaving the pool waits for the thread
+            raise
+
+
+def _hash_files(files: Sequence[Path], is_stopped: threading.Event) -> tuple[SourceFile, ...]:
     result = []
     for path in files:
+        digest = hashlib.sha256()
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        result.append(SourceFile(path.name, path.stat().st_size, digest))
+            while not is_stopped.is_set() and (block := file.read(4 << 20)):
+                digest.update(block)
+        result.append(SourceFile(path.name, path.stat().st_size, digest.hexdigest()))
     return tuple(result)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -108,17 +107,10 @@ def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} of {len(names)} files that its index names: {listed(missing)}.")
         return [path / name for name in names], weight_map
-    others = sorted(file for file in path.glob("*.safetensors") if not re.match(r"adapter|consolidated", file.name))
-    if len(others) == 1:
-        return others, {}
-    raise CheckpointError(_no_weights(path, others))
+    raise CheckpointError(_no_weights(path))
 
 
-def _no_weights(path: Path, others: list[Path]) -> str:
-    if others:
-        return (
-            f"{path} holds {listed([file.name for file in others])} but no model.safetensors.index.json that says how they belong together."
-        )
+def _no_weights(path: Path) -> str:
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
     if pickled:
         return pickle_message(f"{path} holds only pickled weights ({listed(pickled)})")
@@ -127,7 +119,8 @@ def _no_weights(path: Path, others: list[Path]) -> str:
         return f"{path} holds no safetensors; to convert a GGUF file, name it: {path / gguf[0]}"
     if (path / "adapter_config.json").exists():
         return f"{path} is a LoRA adapter, not a model; convert its base model."
-    return f"{path} holds no safetensors weights."
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    return f"{path} holds neither model.safetensors nor model.safetensors.index.json" + (f", only {listed(others)}." if others else ".")
 
 
 def pickle_message(found: str) -> str:
