@@ -19,7 +19,18 @@ from pathlib import Path
 
 import jax
 
-FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
+FLAGS = (
+    "-std=gnu++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-w",
+)
 """No -ffast-math: it may assume that there is no NaN and no infinity, and the kernels rely on both."""
 BUILD_TIMEOUT_S = 300
 
