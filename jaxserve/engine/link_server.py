@@ -94,7 +94,7 @@ def _encode_output(output: Output) -> link_pb2.FromEngine:
 
 
 async def start_link_server(loop: EngineLoop, info: EngineInfo, address: str) -> grpc.aio.Server:
-    """Opens the door at `unix:/path` (its directory is made private) or `host:port`; raises RuntimeError when it is taken."""
+    """Opens the door at `unix:/path` (a missing directory is made, for this user only) or `host:port`; RuntimeError when it cannot."""
     if address.startswith("unix:"):
         socket_path = Path(address.removeprefix("unix:"))
         socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import os
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,6 +171,41 @@ def test_a_closed_front_end_frees_its_requests_and_others_go_on(engine, engine_i
             await until(lambda: ("a", 0) not in engine.open)
             assert len([event async for event in stream]) == 300
             await other.close()
+
+    asyncio.run(main())
+
+
+FRONT_END = """
+import asyncio, sys
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.link_client import EngineClient
+
+async def main():
+    client = await EngineClient.connect(sys.argv[1])
+    params = SamplingParams(max_tokens=None)
+    async for _ in client.generate(*(Request(request_id=name, prompt_token_ids=(5,), params=params) for name in "xyz")):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_front_end_frees_its_requests_within_a_second(engine, engine_info):
+    async def main() -> None:
+        async with link(engine, engine_info) as (client, _, address):
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", FRONT_END, address, env=environment)
+            stream = client.generate(request("mine", max_tokens=None))
+            async with asyncio.timeout(30):
+                while len(engine.open) < 4:
+                    await anext(stream)
+            process.kill()
+            killed_s = time.monotonic()
+            await until(lambda: list(engine.open) == [("mine", 0)])
+            assert time.monotonic() - killed_s < 1
+            await process.wait()
+            await anext(stream)
 
     asyncio.run(main())
 
