@@ -40,7 +40,7 @@ def largest(values: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R k"], I
     on CPU, and no sort of a whole row on GPU.
     """
     num_rows, vocab = values.shape
-    if k * LARGEST_TILE >= vocab:
+    if k == 0 or k * LARGEST_TILE >= vocab:
         found, index = lax.top_k(values, k)
         return found, index
     tiles = _tiles(values, LARGEST_TILE, -jnp.inf)
@@ -58,17 +58,24 @@ def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: B
     """
     vocab = below_best.shape[1]
     nearest = -largest(-below_best, min(NUM_LARGEST, vocab))[0]
+    farthest = jnp.max(below_best, axis=-1)
     bound = jnp.where(filters.min_p > 0, -jnp.log(filters.min_p), jnp.inf)
+
     has_top_k = has_filter & (filters.top_k > 0) & (filters.top_k < vocab)
-    k = jnp.where(has_top_k, filters.top_k, 1)
-    by_count = _smallest_distance(below_best, None, k.astype(jnp.float32), nearest, jnp.full_like(bound, jnp.inf), has_top_k)
+    last_near = _at(nearest, jnp.clip(filters.top_k - 1, 0, nearest.shape[1] - 1)[:, None])[:, 0]
+    near = jnp.where(has_top_k & (filters.top_k > nearest.shape[1]), jnp.inf, last_near)
+    by_count = _smallest_distance(below_best, None, filters.top_k.astype(jnp.float32), near, nearest[:, -1], farthest)
     bound = jnp.where(has_top_k, jnp.minimum(bound, by_count), bound)
+
     has_top_p = has_filter & (filters.top_p < 1)
 
     def nucleus() -> jax.Array:
-        weight = jnp.where(below_best <= bound[:, None], jnp.exp(-below_best), 0.0)
+        weight = _weight(below_best, bound[:, None])
         mass = filters.top_p * jnp.sum(weight, axis=-1)
-        return _smallest_distance(below_best, weight, mass, nearest, bound, has_top_p)
+        near_weight = _weight(nearest, bound[:, None])
+        is_reached = (_sums_before(near_weight) + near_weight >= mass[:, None]) | ~has_top_p[:, None]
+        near = jnp.min(jnp.where(is_reached, nearest, jnp.inf), axis=-1)
+        return _smallest_distance(below_best, weight, mass, near, nearest[:, -1], jnp.minimum(farthest, bound))
 
     by_mass = lax.cond(jnp.any(has_top_p), nucleus, lambda: bound)
     return jnp.where(has_filter, jnp.where(has_top_p, by_mass, bound), jnp.inf)
@@ -82,35 +89,41 @@ def draw(below_best: Float[Array, "R V"], bound: Float[Array, "R"], u: Float[Arr
     tile_size = 1 << max(1, (below_best.shape[1] - 1).bit_length() // 2)
     tiles = _tiles(below_best, tile_size, jnp.inf)
     sums = jnp.sum(_weight(tiles, bound[:, None, None]), axis=-1)
-    tile, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
-    chosen = _at(tiles, tile[:, None, None])[:, 0]
-    index, _ = _pick(_weight(chosen, bound[:, None]), rest)
-    return tile * tile_size + index
+    before = _sums_before(sums)
+    target = u * (before[:, -1] + sums[:, -1])
+    tile = _pick(sums, before, target)
+    weights = _weight(_at(tiles, tile[:, None, None])[:, 0], bound[:, None])
+    rest = target - _at(before, tile[:, None])[:, 0]
+    return tile * tile_size + _pick(weights, _sums_before(weights), rest)
 
 
 def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, "R"]) -> Float[Array, "R"]:
-    """A number in [0, 1) for each (seed, position): one threefry block, of which 24 bits are used."""
-    keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    bits = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, position))[:, 0]
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    """A number in [0, 1) for each (seed, position): 24 bits of the key that `jax.random.fold_in` makes of them.
+
+    Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), written out because
+    JAX's own compiles to a loop that costs every program more time than the rest of the draw.
+    """
+    keys = (seed[:, 0], seed[:, 1], seed[:, 0] ^ seed[:, 1] ^ jnp.uint32(0x1BD11BDA))
+    a, b = keys[0], keys[1] + position.astype(jnp.uint32)
+    for group in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            a = a + b
+            b = a ^ (b << distance | b >> (32 - distance))
+        a, b = a + keys[(group + 1) % 3], b + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return (a >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def _smallest_distance(
-    below_best: jax.Array, weight: jax.Array | None, target: jax.Array, nearest: jax.Array, limit: jax.Array, is_wanted: jax.Array
+    below_best: jax.Array, weight: jax.Array | None, target: jax.Array, near: jax.Array, beyond: jax.Array, limit: jax.Array
 ) -> jax.Array:
     """The smallest distance within which the tokens' weights (None counts them) sum to `target`; at most `limit`.
 
-    Read off `nearest`, the ascending smallest distances, where it lies among them. For the other wanted rows: bisection on the
-    bit pattern, which orders non-negative floats as integers, so that 31 halvings find the exact value. It ends early when
-    at most one token is left between the ends, which then keep the same tokens.
+    `near` is the answer where it is known, and inf in the rows still to search, whose answer is `beyond` or more: bisection on
+    the bit pattern, which orders non-negative floats as integers, so that 31 halvings find the exact value. It ends early when at
+    most one token is left between the ends, which then keep the same tokens.
     """
-    near_weight = jnp.ones_like(nearest) if weight is None else _weight(nearest, limit[:, None])
-    is_reached = jnp.cumsum(near_weight, axis=-1) >= target[:, None]
-    is_near = jnp.any(is_reached, axis=-1)
-    near = _at(nearest, jnp.argmax(is_reached, axis=-1)[:, None])[:, 0]
-
-    high = _bits(jnp.minimum(jnp.max(below_best, axis=-1), limit))
-    low = jnp.where(is_wanted & ~is_near, _bits(nearest[:, -1]) - 1, high - 1)  # never reaches the target
+    high = _bits(limit)
+    low = jnp.where(near < jnp.inf, high - 1, _bits(beyond) - 1)  # always too near
 
     def is_open(state: _Bracket) -> jax.Array:
         low, high, sum_low, sum_high = state
@@ -132,18 +145,27 @@ def _smallest_distance(
 
     unknown = jnp.full_like(target, jnp.inf)
     far = lax.while_loop(is_open, halve, (low, high, jnp.zeros_like(target), unknown))[1]
-    return jnp.where(is_near, near, _float(far))
+    return jnp.where(near < jnp.inf, near, _float(far))
 
 
-def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the first positive weight whose cumulative sum exceeds the target, and how far the target reaches into it."""
-    sums = jnp.cumsum(weights, axis=-1)
-    is_positive = weights > 0
-    is_hit = is_positive & (sums > target[:, None])
-    last = weights.shape[1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
-    index = jnp.where(jnp.any(is_hit, axis=-1), jnp.argmax(is_hit, axis=-1), last).astype(jnp.int32)
-    before = _at(sums, jnp.maximum(index - 1, 0)[:, None])[:, 0]
-    return index, target - jnp.where(index > 0, before, 0.0)
+def _pick(weights: jax.Array, before: jax.Array, target: jax.Array) -> jax.Array:
+    """Index of the first positive weight that carries the sum past the target; the last positive one where none does.
+
+    None does only where rounding put the target past the end.
+    """
+    size = weights.shape[1]
+    index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    # One minimum finds either: weights not past the target are numbered backwards, after all that are.
+    number = jnp.where(before + weights > target[:, None], index, 2 * size - index)
+    number = jnp.min(jnp.where(weights > 0, number, 2 * size), axis=-1)
+    return jnp.where(number < size, number, 2 * size - number)
+
+
+def _sums_before(weights: jax.Array) -> jax.Array:
+    """For each weight the sum of those before it. A matrix product: for a few hundred columns quicker to compile than a scan."""
+    size = weights.shape[1]
+    is_before = lax.broadcasted_iota(jnp.int32, (size, size), 0) < lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    return lax.dot(weights, is_before.astype(weights.dtype), precision=lax.Precision.HIGHEST)
 
 
 def _weight(below_best: jax.Array, bound: jax.Array) -> jax.Array:

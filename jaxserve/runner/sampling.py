@@ -166,9 +166,10 @@ def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: ja
 
 
 def _with_logprobs(logits: jax.Array, token_id: jax.Array, k: int, full_logprobs: bool) -> SampledTokens:
-    chosen = jnp.take_along_axis(logits, jnp.maximum(token_id, 0)[:, None], axis=1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(token_id, 0)[:, None], axis=1, mode="promise_in_bounds")
     rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    normalizer = best + jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1, keepdims=True))
     if full_logprobs:
         top_ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         return SampledTokens(token_id, (chosen - normalizer)[:, 0], rank, top_ids, logits - normalizer)

@@ -363,7 +363,7 @@ def test_prompt_logprobs_match_one_big_head(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 100), (3, 5000), (3, 3001)])
-@pytest.mark.parametrize("k", [1, 20, 64])
+@pytest.mark.parametrize("k", [0, 1, 20, 64])
 def test_largest_is_top_k(shape: tuple[int, int], k: int) -> None:
     values = np.round(np.random.default_rng(0).normal(size=shape), 1).astype(np.float32) + 0.0  # many ties; XLA puts -0.0 below 0.0
     found, index = filters.largest(jnp.asarray(values), k)
