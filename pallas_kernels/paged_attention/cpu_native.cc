@@ -23,15 +23,14 @@ namespace {
 constexpr int kLanes = 16, kRowsAtOnce = 8;
 #elif defined(__AVX__)
 constexpr int kLanes = 8, kRowsAtOnce = 4;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRowsAtOnce = 8;
 #else
 constexpr int kLanes = 4, kRowsAtOnce = 4;
 #endif
 constexpr int kMaxVecs = 3;  // vectors in a block of queries: kRowsAtOnce * kMaxVecs sums stay in registers
 constexpr int kMaxQueries = kMaxVecs * kLanes;
 constexpr int kFewQueries = kLanes / 2;  // up to here a dot product for each query costs less than a lane for each
-constexpr int kTile = 64;                // keys at once; a multiple of kLanes and kRowsAtOnce
+constexpr int kTile = 64;                // keys at once
+static_assert(kTile % kLanes == 0 && kLanes % kRowsAtOnce == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));

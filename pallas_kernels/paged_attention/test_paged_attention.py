@@ -94,6 +94,29 @@ def test_the_place_of_pages_does_not_matter(spec: AttentionSpec, implementation:
 
 
 @pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("spec", [DECODE, MIXED], ids=lambda spec: spec.name)
+def test_nan_of_a_row_shows_there_and_nowhere_else(spec: AttentionSpec, implementation: str) -> None:
+    """A NaN in a key that a row sees must not be hidden: the sampler looks for it."""
+    args = make_args(spec)
+    pages = args.pages.copy()
+    pages[args.page_tables[0, 0], 0, :, 0] = np.nan
+    out, spoilt = run(spec, args, implementation), run(spec, args._replace(pages=pages), implementation)
+    assert np.isnan(spoilt[0]).all()
+    np.testing.assert_array_equal(spoilt[1:], out[1:])
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_every_float16_is_read_exactly(implementation: str) -> None:
+    """With one key the output is its value: all 65,536 patterns, subnormals, infinities and NaN among them."""
+    spec = replace(DECODE, rows=((1, 1),) * 256, num_heads=1, num_kv_heads=1, head_dim=256, max_pages=1, page_dtype="float16")
+    spec = replace(spec, num_padding_rows=0, num_padding_tokens=0)
+    args = make_args(spec)
+    values = np.arange(2**16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    args.pages[args.page_tables[:, 0], 1, 0, 0] = values
+    np.testing.assert_array_equal(run(spec, args, implementation)[:, 0], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", FAST)
 def test_bf16_output(implementation: str) -> None:
     """A bf16 query gives a bf16 output, one rounding away from the float32 one."""
     spec = next(spec for spec in TEST_SPECS if spec.name == "mixed-bf16")
