@@ -1,4 +1,4 @@
-"""The byte-level BPE of a GGUF file (`tokenizer.ggml.model` gpt2) as a `tokenizers` pipeline.
+"""The byte-level BPE of a GGUF file (`tokenizer.ggml.model` gpt2) as the parts of a tokenizer.json.
 
 How text is cut before merging is named by `tokenizer.ggml.pre`; only the kinds whose original pre-tokenizer is known exactly are
 built, and every other name is an error: a near miss gives wrong token ids for some texts, which nobody notices. The patterns are
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -70,33 +67,35 @@ def pre_tokenizer_of(metadata: Mapping[str, Any]) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> Tokenizer:
-    """The pipeline without special tokens.
+def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> dict[str, Any]:
+    """The tokenizer.json without special tokens.
 
     Args:
         tokens: By id, in the byte alphabet of GPT-2.
         merges: Two tokens and a space between each, most important first.
         pre: How text is cut.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    vocab = {token: i for i, token in enumerate(tokens)}
+    steps: list[dict[str, Any]] = []
+    if pre.is_digit_single:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if pre.pattern is not None:
+        steps.append({"type": "Split", "pattern": {"Regex": pre.pattern}, "behavior": "Isolated", "invert": False})
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre.pattern is None})
+    return {
+        "normalizer": {"type": "NFC"} if pre.is_nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": pre.is_whole_word_first, "vocab": vocab, "merges": _pairs(merges, vocab)},
+    }
 
+
+def _pairs(merges: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     pairs = []
     for merge in merges:
         cut = merge.find(" ", 1)  # the first token may itself begin with a space
-        if cut < 0:
-            raise CheckpointError(f"GGUF metadata: tokenizer.ggml.merges holds {merge!r}, which is not two tokens.")
-        pairs.append((merge[:cut], merge[cut + 1 :]))
-    try:
-        vocab = {token: i for i, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.is_whole_word_first))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise CheckpointError(f"GGUF metadata: the tokenizer's merges and tokens do not fit together: {error}") from error
-    if pre.is_nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.is_digit_single else []
-    if pre.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or not (left in vocab and right in vocab and left + right in vocab):
+            raise CheckpointError(f"GGUF metadata: tokenizer.ggml.merges holds {merge!r}, which does not join two tokens into a third.")
+        pairs.append((left, right))
+    return pairs

@@ -1,4 +1,4 @@
-"""The SentencePiece BPE of a GGUF file (`tokenizer.ggml.model` llama) as a `tokenizers` pipeline.
+"""The SentencePiece BPE of a GGUF file (`tokenizer.ggml.model` llama) as the parts of a tokenizer.json.
 
 SentencePiece joins the two neighbours whose union is the piece of the highest score. The same is said by merges: for every piece
 all its cuts into two pieces, ordered by the score of the union. Spaces become "▁", text gets one in front (also after a special
@@ -8,20 +8,17 @@ token, as in llama.cpp), and a character without a piece falls back to its bytes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # tokenizer.ggml.token_type of pieces that may be merged
 _NORMAL = 1
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    """The pipeline without special tokens.
+def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """The tokenizer.json without special tokens.
 
     Args:
         metadata: All metadata of the file.
@@ -31,8 +28,6 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: lis
     Raises:
         CheckpointError: No scores or no unknown token, or a text normalization that is not the identity.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     scores = metadata.get("tokenizer.ggml.scores") or []
     if not len(scores) == len(types) == len(tokens):
         raise CheckpointError(
@@ -49,20 +44,23 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: lis
     if not 0 <= unknown < len(tokens):
         raise CheckpointError(f"GGUF metadata: tokenizer.ggml.unknown_token_id {unknown} is not one of {len(tokens)} tokens.")
     vocab = {token: i for i, token in enumerate(tokens)}
-    model = models.BPE(
-        vocab=vocab,
-        merges=_merges(tokens, scores, types),
-        unk_token=tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=all(token in vocab for token in _BYTES),
-    )
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokenizer = Tokenizer(model)
-    spaces = [normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if has_prefix else spaces)
-    back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if has_prefix else back)
-    return tokenizer
+    prefix, strip = {"type": "Prepend", "prepend": "▁"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [prefix, spaces] if has_prefix else [spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [*back, strip] if has_prefix else back},
+        "model": {
+            "type": "BPE",
+            "unk_token": tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": all(token in vocab for token in _BYTES),
+            "vocab": vocab,
+            "merges": _merges(tokens, scores, types),
+        },
+    }
 
 
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:

@@ -1,24 +1,25 @@
 """Rebuilds tokenizer.json, tokenizer_config.json and the chat template from the metadata of a GGUF file.
 
 What is common to all kinds is here: special tokens, the BOS and EOS rules, the config. The kinds are in `gguf_byte_level.py` and
-`gguf_sentencepiece.py`; what is not known exactly is an error there. Called by `read_gguf.py`.
+`gguf_sentencepiece.py`; what is not known exactly is an error there. Everything is plain JSON, in the form of the `tokenizers`
+library. Called by `read_gguf.py`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.convert.gguf_byte_level import byte_level_bpe, pre_tokenizer_of
 from jaxserve.convert.gguf_sentencepiece import sentencepiece_bpe
 from jaxserve.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+# Added tokens are found in text as they are.
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 def tokenizer_files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str, bytes]:
@@ -46,10 +47,16 @@ def tokenizer_files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str
             raise CheckpointError(f"GGUF metadata: tokenizer.ggml.add_{name}_token is set but tokenizer.ggml.{name}_token_id is missing.")
     special = {i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)} | set(ids.values())
     defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
-    _add_specials(tokenizer, tokens, special, defined, *(ids[name] if is_added else None for name, is_added in adds.items()))
+    tokenizer |= {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": tokens[i], **_FLAGS, "special": i in special} for i in sorted(special | defined)],
+        "post_processor": _post_processor(*([(ids[name], tokens[ids[name]])] if is_added else [] for name, is_added in adds.items())),
+    }
     config = _tokenizer_config(metadata, tokens, ids, special, defined, adds)
     files = {
-        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),
     }
     if template := metadata.get("tokenizer.chat_template"):
@@ -57,8 +64,8 @@ def tokenizer_files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str
     return files
 
 
-def _pipeline(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """The tokenizer without special tokens, and whether it prepends BOS where the file does not say."""
+def _pipeline(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[dict[str, Any], bool]:
+    """The tokenizer.json without special tokens, and whether it prepends BOS where the file does not say."""
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         pre = pre_tokenizer_of(metadata)
@@ -82,29 +89,29 @@ def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]
     return ids
 
 
-def _add_specials(tokenizer: Tokenizer, tokens: list[str], special: set[int], defined: set[int], bos: int | None, eos: int | None) -> None:
-    """Adds the tokens that are found in text as they are, and BOS and EOS where encoding adds them."""
-    from tokenizers import AddedToken, processors
+def _post_processor(bos: list[tuple[int, str]], eos: list[tuple[int, str]]) -> dict[str, Any] | None:
+    """Puts BOS before and EOS after a text, each given as no or one (id, token)."""
+    if not bos and not eos:
+        return None
 
-    tokenizer.add_tokens([AddedToken(tokens[i], special=i in special, normalized=False) for i in sorted(special | defined)])
-    if bos is None and eos is None:
-        return
-    before = [] if bos is None else [tokens[bos]]
-    after = [] if eos is None else [tokens[eos]]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
-        special_tokens=[(tokens[i], i) for i in {bos, eos} if i is not None],
-    )
+    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
+        before, after = ([{"SpecialToken": {"id": token, "type_id": type_id}} for _, token in affix] for affix in (bos, eos))
+        return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for i, token in bos + eos},
+    }
 
 
 def _tokenizer_config(
     metadata: Mapping[str, Any], tokens: list[str], ids: dict[str, int], special: set[int], defined: set[int], adds: dict[str, bool]
 ) -> dict[str, Any]:
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": {str(i): {"content": tokens[i], **flags, "special": i in special} for i in sorted(special | defined)},
+        "added_tokens_decoder": {str(i): {"content": tokens[i], **_FLAGS, "special": i in special} for i in sorted(special | defined)},
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.get("llama.context_length"),
         "add_bos_token": adds["bos"],
