@@ -15,6 +15,9 @@ from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
 from jaxserve.runner import filters
 from jaxserve.runner.sampling import prompt_logprobs, sample
 
+NUM_ROWS = 8
+VOCAB = 500
+NUM_DRAWS = 20_000
 NUM_SLOTS = 9
 NULL_SLOT = NUM_SLOTS - 1
 NUM_PENALTY_SLOTS = 5
@@ -46,11 +49,11 @@ def make_penalties(vocab: int) -> PenaltyState:
 
 
 @cache
-def compiled_sample(num_logprobs: int = 20, full_logprobs: bool = False) -> Any:
+def compiled_sample(full_logprobs: bool) -> Any:
     def run(logits: Any, slots: Any, penalties: Any, row_slot: Any, position: Any, wants_sample: Any, wants_logprobs: Any) -> Any:
         return sample(
             logits, slots, penalties, row_slot, position, wants_sample,
-            num_logprobs=num_logprobs, full_logprobs=full_logprobs, wants_logprobs=wants_logprobs,
+            num_logprobs=20, full_logprobs=full_logprobs, wants_logprobs=wants_logprobs,
         )  # fmt: skip
 
     return jax.jit(run)
@@ -58,16 +61,20 @@ def compiled_sample(num_logprobs: int = 20, full_logprobs: bool = False) -> Any:
 
 def run_sample(
     logits: np.ndarray, slots: SlotState, penalties: PenaltyState | None = None, *, row_slot: Any = None, position: Any = None,
-    wants: Any = None, logprobs: bool = False, num_logprobs: int = 20, full: bool = False,
+    wants: Any = None, logprobs: bool = False, full: bool = False, pad_to: int = NUM_ROWS,
 ) -> tuple[SampledTokens, PenaltyState]:  # fmt: skip
+    """One call; rows are padded to a multiple of `pad_to`, so that the tests share few compiled programs."""
     num_rows, vocab = logits.shape
+    padding = -num_rows % pad_to
     row_slot = np.arange(num_rows) if row_slot is None else row_slot
     position = np.full(num_rows, 10) if position is None else position
     wants = np.ones(num_rows, bool) if wants is None else wants
-    return compiled_sample(num_logprobs, full)(
-        jnp.asarray(logits, jnp.float32), slots, penalties or make_penalties(vocab), jnp.asarray(row_slot, jnp.int32),
-        jnp.asarray(position, jnp.int32), jnp.asarray(wants), jnp.asarray(logprobs),
+    sampled, penalties = compiled_sample(full)(
+        jnp.asarray(np.pad(logits, ((0, padding), (0, 0))), jnp.float32), slots, penalties or make_penalties(vocab),
+        jnp.asarray(np.pad(row_slot, (0, padding), constant_values=NULL_SLOT), jnp.int32),
+        jnp.asarray(np.pad(position, (0, padding)), jnp.int32), jnp.asarray(np.pad(wants, (0, padding))), jnp.asarray(logprobs),
     )  # fmt: skip
+    return SampledTokens(*(leaf[:num_rows] for leaf in sampled)), penalties
 
 
 def kept_probabilities(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
@@ -88,11 +95,12 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 4.75 * np.sqrt(2 / (9 * degrees))) ** 3
 
 
-def draw_many(logits: np.ndarray, params: dict[str, Any], num_draws: int, seed: int = 1) -> np.ndarray:
-    """Tokens of one row at num_draws positions: one call, the same slot in every row."""
-    slots = make_slots({**params, "seed": (seed, 99)})
-    rows = np.broadcast_to(logits, (num_draws, len(logits)))
-    sampled, _ = run_sample(rows, slots, row_slot=np.zeros(num_draws, int), position=np.arange(num_draws))
+def draw_many(logits: np.ndarray, params: dict[str, Any]) -> np.ndarray:
+    """Tokens of one row at NUM_DRAWS positions: one call, the same slot in every row."""
+    slots = make_slots({**params, "seed": (1, 99)})
+    padded = np.pad(logits, (0, VOCAB - len(logits)), constant_values=-np.inf)
+    rows = np.broadcast_to(padded, (NUM_DRAWS, VOCAB))
+    sampled, _ = run_sample(rows, slots, row_slot=np.zeros(NUM_DRAWS, int), position=np.arange(NUM_DRAWS))
     return np.asarray(sampled.token_id)
 
 
@@ -116,12 +124,11 @@ DISTRIBUTIONS = [
 def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
     logits = (np.random.default_rng(3).normal(size=301) * 1.5).astype(np.float32)
     expected = kept_probabilities(logits, **params)
-    num_draws = 20_000
-    counts = np.bincount(draw_many(logits, params, num_draws), minlength=301)
+    counts = np.bincount(draw_many(logits, params), minlength=301)
     assert not counts[expected == 0].any(), "a token that the filters remove was drawn"
-    common = expected * num_draws >= 5
+    common = expected * NUM_DRAWS >= 5
     observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum()) * num_draws
+    wanted = np.append(expected[common], expected[~common].sum()) * NUM_DRAWS
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     assert statistic < chi_square_limit(len(wanted) - 1)
@@ -151,34 +158,37 @@ def test_kept_sets_are_exact(spread: float, is_rounded: bool) -> None:
 def test_top_p_is_taken_over_what_top_k_kept() -> None:
     # Probabilities .4 .2 .2 .1 .1: top_k=2 renormalizes to .67 .33, so top_p=.6 keeps only the first; top_p alone keeps two.
     logits = np.log(np.array([0.4, 0.21, 0.19, 0.1, 0.1], np.float32))
-    assert set(draw_many(logits, {"temperature": 1.0, "top_k": 2, "top_p": 0.6}, 500)) == {0}
-    assert set(draw_many(logits, {"temperature": 1.0, "top_p": 0.6}, 500)) == {0, 1}
+    assert set(draw_many(logits, {"temperature": 1.0, "top_k": 2, "top_p": 0.6})) == {0}
+    assert set(draw_many(logits, {"temperature": 1.0, "top_p": 0.6})) == {0, 1}
     # Temperature comes first: at 2 the best has .63 of two tokens' mass less, so the same top_p needs both.
-    assert set(draw_many(logits, {"temperature": 2.0, "top_k": 2, "top_p": 0.6}, 500)) == {0, 1}
+    assert set(draw_many(logits, {"temperature": 2.0, "top_k": 2, "top_p": 0.6})) == {0, 1}
 
 
 def test_ties_at_the_boundary_are_all_kept() -> None:
     logits = np.array([0.0, 1.0, 1.0, 1.0, -1.0], np.float32)
-    assert set(draw_many(logits, {"temperature": 1.0, "top_k": 2}, 500)) == {1, 2, 3}
-    assert set(draw_many(logits, {"temperature": 1.0, "top_p": 0.1}, 500)) == {1, 2, 3}
-    assert set(draw_many(logits, {"temperature": 1.0, "min_p": 1.0}, 500)) == {1, 2, 3}
+    assert set(draw_many(logits, {"temperature": 1.0, "top_k": 2})) == {1, 2, 3}
+    assert set(draw_many(logits, {"temperature": 1.0, "top_p": 0.1})) == {1, 2, 3}
+    assert set(draw_many(logits, {"temperature": 1.0, "min_p": 1.0})) == {1, 2, 3}
 
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
     weights = jnp.zeros((4, 300)).at[:, 137].set(1.0).at[3, 5].set(1e-30)
     below_best = -jnp.log(weights)
+    draw = jax.jit(filters.draw)
     for u in (0.0, 0.5, 1 - 2.0**-24, 1.0):  # 1.0 is past the end: rounding of the sums can have that effect
-        token = filters.draw(below_best, jnp.full((4,), jnp.inf), jnp.full((4,), u))
+        token = draw(below_best, jnp.full((4,), jnp.inf), jnp.full((4,), u))
         assert set(np.asarray(token)) <= {137, 5}
 
 
-def test_uniform_numbers_are_even_and_below_one() -> None:
+def test_uniform_numbers_are_even_and_those_of_fold_in() -> None:
     seeds = np.random.default_rng(0).integers(0, 2**32, size=(50_000, 2), dtype=np.uint32)
     u = np.asarray(filters.uniform(jnp.asarray(seeds), jnp.arange(50_000)))
     assert u.min() >= 0 and u.max() < 1
     counts = np.bincount((u * 100).astype(int), minlength=100)
     assert ((counts - 500) ** 2 / 500).sum() < chi_square_limit(99)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03
+    folded = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(seeds[:100]), impl="threefry2x32"), jnp.arange(100))
+    np.testing.assert_array_equal(u[:100], (np.asarray(jax.random.key_data(folded))[:, 0] >> 8) / np.float32(2**24))
 
 
 def test_tokens_do_not_depend_on_the_batch() -> None:
@@ -198,7 +208,7 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
     for i in range(6):
         padded = np.stack([logits[i], np.zeros(500, np.float32)])
         sampled, _ = run_sample(
-            padded, make_slots(params[i]), row_slot=[0, NULL_SLOT], position=[position[i], 0], wants=[True, False]
+            padded, make_slots(params[i]), row_slot=[0, NULL_SLOT], position=[position[i], 0], wants=[True, False], pad_to=2
         )  # fmt: skip
         alone.append(int(sampled.token_id[0]))
     order = np.array([4, 0, 5, 2, 1, 3])
@@ -215,8 +225,8 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
-    logits = np.random.default_rng(1).normal(size=(4, 1000)).astype(np.float32)
-    logits[2, [77, 500]] = 9.0
+    logits = np.random.default_rng(1).normal(size=(4, VOCAB)).astype(np.float32)
+    logits[2, [77, 400]] = 9.0
     sampled, _ = run_sample(logits, make_slots())
     np.testing.assert_array_equal(sampled.token_id, logits.argmax(-1))
     mixed, _ = run_sample(logits, make_slots({}, {"temperature": 1.0, "top_k": 3}, {}, {"temperature": 1.0}))
@@ -225,7 +235,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
 def test_rows_without_finite_logits_give_minus_one(params: dict[str, Any]) -> None:
-    logits = np.random.default_rng(1).normal(size=(5, 100)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32)
     logits[1, 5] = np.nan
     logits[2] = -np.inf
     logits[3, 5] = np.inf
@@ -251,11 +261,11 @@ def penalize(logits: np.ndarray, prompt: list[int], output: list[int], row: dict
 
 def test_penalties_against_the_rules_by_hand() -> None:
     # Greedy for 12 steps with sampled tokens counted on the device; the row beside it has no penalties.
-    vocab = 50
+    vocab = VOCAB
     generator = np.random.default_rng(11)
     logits = generator.normal(size=vocab).astype(np.float32)
     row = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.25, "penalty_slot": 3}
-    prompt, output, bias = [1, 2, 2, 7, 49], [7, 7, 9], {3: 1.5, 4: -2.0}
+    prompt, output, bias = [1, 2, 2, 7, 499], [7, 7, 9], {3: 1.5, 4: -2.0}
     penalties = make_penalties(vocab)
     penalties = PenaltyState(
         penalties.output_counts.at[3].set(np.bincount(output, minlength=vocab)),
@@ -275,32 +285,33 @@ def test_penalties_against_the_rules_by_hand() -> None:
 
 
 def test_tokens_are_counted_only_for_rows_that_sample() -> None:
-    logits = np.random.default_rng(1).normal(size=(4, 20)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(size=(4, VOCAB)).astype(np.float32)
     logits[3] = np.nan
     slots = make_slots(*({"penalty_slot": slot} for slot in (0, 1, NULL_PENALTY, 2)))
     _, penalties = run_sample(logits, slots, wants=[True, False, True, True])
-    expected = np.zeros((NUM_PENALTY_SLOTS, 20), int)
+    expected = np.zeros((NUM_PENALTY_SLOTS, VOCAB), int)
     expected[0, logits[0].argmax()] = 1
     np.testing.assert_array_equal(penalties.output_counts, expected)
 
 
 def test_logit_bias_comes_before_the_repetition_penalty() -> None:
     # Token 0: (1 + 1) / 2 = 1, below token 1's 1.2. The other order gives 1 / 2 + 1 = 1.5.
-    penalties = make_penalties(3)
+    penalties = make_penalties(VOCAB)
     penalties = penalties._replace(
         logit_bias=penalties.logit_bias.at[0, 0].set(1.0), is_in_prompt=penalties.is_in_prompt.at[0, 0].set(True)
     )
-    logits = np.array([[1.0, 1.2, -5.0]], np.float32)
+    logits = np.full((1, VOCAB), -5.0, np.float32)
+    logits[0, :2] = [1.0, 1.2]
     sampled, _ = run_sample(logits, make_slots({"penalty_slot": 0, "repetition_penalty": 2.0}), penalties)
     assert int(sampled.token_id[0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_ids_are_masked_before_min_length(temperature: float) -> None:
-    logits = np.zeros((2, 10), np.float32)
+    logits = np.zeros((2, VOCAB), np.float32)
     logits[:, 4] = 50.0
     logits[:, 6] = 30.0
-    penalties = make_penalties(10)
+    penalties = make_penalties(VOCAB)
     # A bias cannot lift a masked token.
     penalties = penalties._replace(is_stop=penalties.is_stop.at[:2, 4].set(True), logit_bias=penalties.logit_bias.at[:2, 4].set(9.0))
     rows = [{"penalty_slot": i, "min_length": 12, "temperature": temperature} for i in range(2)]
@@ -314,8 +325,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    logits = np.random.default_rng(2).normal(size=(3, 2000)).astype(np.float32) * 3
-    penalties = make_penalties(2000)
+    logits = np.random.default_rng(2).normal(size=(3, VOCAB)).astype(np.float32) * 3
+    penalties = make_penalties(VOCAB)
     penalties = penalties._replace(logit_bias=penalties.logit_bias.at[0, 17].set(100.0))
     slots = make_slots({"penalty_slot": 0}, {"temperature": 2.0}, {"temperature": 0.5, "top_k": 50})
     sampled, _ = run_sample(logits, slots, penalties, logprobs=True)
@@ -337,9 +348,9 @@ def check_logprobs(sampled: SampledTokens, logits: np.ndarray) -> None:
 
 
 def test_full_logprobs_are_in_vocabulary_order() -> None:
-    logits = np.random.default_rng(2).normal(size=(3, 300)).astype(np.float32)
+    logits = np.random.default_rng(2).normal(size=(3, VOCAB)).astype(np.float32)
     sampled, _ = run_sample(logits, make_slots(), logprobs=True, full=True)
-    np.testing.assert_array_equal(sampled.top_ids, np.tile(np.arange(300), (3, 1)))
+    np.testing.assert_array_equal(sampled.top_ids, np.tile(np.arange(VOCAB), (3, 1)))
     np.testing.assert_allclose(sampled.top_logprobs, log_softmax(logits), atol=1e-5)
 
 
