@@ -33,8 +33,11 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     )
     if not is_greedy:
         fields |= maybe(
-            top_p=lambda: rng.uniform(0.05, 1), top_k=lambda: rng.randint(1, vocab_size), min_p=lambda: rng.uniform(0, 1), n=lambda: rng.randint(2, 3)
-        )  # fmt: skip
+            top_p=lambda: rng.uniform(0.05, 1),
+            top_k=lambda: rng.randint(1, vocab_size),
+            min_p=lambda: rng.uniform(0, 1),
+            n=lambda: rng.randint(2, 3),
+        )
     temperature = 0.0 if is_greedy else rng.uniform(0.1, 2)
     return SamplingParams(temperature=temperature, max_tokens=rng.choice([4, 8, 16, None]), **fields)
 
