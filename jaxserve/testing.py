@@ -186,18 +186,28 @@ class CountingRunner:
             tokens = (slot.last_token,)  # -1 when the step after a non-finite one was dispatched already
         assert len(tokens) == row.num_tokens
         self._write(slot, row.slot, tokens, writers)
-        prompt_logprobs = []
-        for i, token in enumerate(tokens):
-            slot.tokens.append(token)
-            slot.total += token
-            if row.num_prompt_logprobs is not None and row.prompt_targets[i] >= 0:
-                prompt_logprobs.append(_logprobs(row.prompt_targets[i], self._best(slot), self.vocab_size, row.num_prompt_logprobs))
+        if row.num_prompt_logprobs is None:
+            prompt_logprobs = None
+            slot.tokens += tokens
+            slot.total += sum(tokens)
+        else:
+            prompt_logprobs = self._judge_prompt(slot, row, row.num_prompt_logprobs)
         token_id = self._sample(slot) if row.is_sampled else None
         slot.last_token = token_id
         wants_logprobs = token_id is not None and row.num_logprobs is not None
         result.token_ids.append(token_id)
         result.logprobs.append(_logprobs(token_id, self._best(slot), self.vocab_size, row.num_logprobs) if wants_logprobs else None)  # type: ignore[arg-type]
-        result.prompt_logprobs.append(prompt_logprobs if row.num_prompt_logprobs is not None else None)
+        result.prompt_logprobs.append(prompt_logprobs)
+
+    def _judge_prompt(self, slot: _Slot, row: Row, num_top: int) -> list[Logprobs]:
+        """Compute the row's tokens one by one; an entry for each target in the prompt."""
+        entries = []
+        for token, target in zip(row.token_ids, row.prompt_targets, strict=True):
+            slot.tokens.append(token)
+            slot.total += token
+            if target >= 0:
+                entries.append(_logprobs(target, self._best(slot), self.vocab_size, num_top))
+        return entries
 
     def _verify(self, slot: _Slot) -> None:
         """Every visible position holds the sequence's own token. Pages not written since the last comparison are not read again."""
@@ -216,16 +226,16 @@ class CountingRunner:
 
     def _write(self, slot: _Slot, slot_id: int, tokens: Sequence[int], writers: dict[int, int]) -> None:
         size, start = self.page_size, len(slot.tokens)
+        end = start + len(tokens)
         for group, table in enumerate(slot.tables):
-            for position, token in enumerate(tokens, start):
-                assert position // size < len(table), f"position {position} has no page"
-                content = self._contents[table[position // size]]
+            assert -(-end // size) <= len(table), f"position {end - 1} has no page"
+            for i in range(start // size, -(-end // size)):
+                page, first, last = table[i], max(start, i * size), min(end, (i + 1) * size)
+                assert writers.setdefault(page, slot_id) == slot_id, f"page {page} has two writers in one step"
+                content = self._contents[page]
                 if not content:
                     content += [None] * size
-                content[position % size] = (token, position)
-            for i in range(start // size, (start + len(tokens) - 1) // size + 1):
-                page = table[i]
-                assert writers.setdefault(page, slot_id) == slot_id, f"page {page} has two writers in one step"
+                content[first - i * size : last - i * size] = zip(tokens[first - start : last - start], range(first, last), strict=True)
                 self._versions[page] += 1
                 slot.verified[group][i] = self._versions[page]
 

@@ -69,7 +69,13 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Figures of one step and of the engine right after it."""
+    """Figures of one step and of the engine right after it.
+
+    Attributes:
+        num_kv_tokens: Positions computed for the running sequences; what `num_used_pages` hold beyond it is waste. Pages that
+            sequences share count for each.
+        num_preemptions, num_cache_queries, num_cache_hits: Totals since start; queries and hits in tokens.
+    """
 
     step_id: int
     num_decode_rows: int
@@ -82,3 +88,4 @@ class StepStats:
     num_preemptions: int
     num_cache_queries: int
     num_cache_hits: int
+    num_kv_tokens: int = 0

@@ -344,7 +344,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- figures and checks
 
     def stats(self, plan: Plan) -> StepStats:
-        """Figures of a step and of the scheduler right now. Preemptions, and cache queries and hits in tokens, are totals."""
+        """Figures of a step and of the scheduler right now."""
         num_decode_rows = sum(1 for row in plan.rows if not row.token_ids)
         return StepStats(
             step_id=plan.step_id,
@@ -358,6 +358,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_cache_queries=self._num_cache_queries,
             num_cache_hits=self._num_cache_hits,
+            num_kv_tokens=sum(seq.num_computed_tokens for seq in self._running),
         )
 
     def check_integrity(self) -> None:

@@ -159,6 +159,7 @@ def test_statistics(make_loop) -> None:
     stats = loop.scheduler.stats(plan)
     assert (stats.num_decode_rows, stats.num_prefill_rows, stats.num_tokens) == (0, 2, 10)
     assert (stats.num_running, stats.num_waiting, stats.num_used_pages, stats.num_pages) == (2, 1, 4, 100)
+    assert stats.num_kv_tokens == 10
     assert (stats.num_preemptions, stats.num_cache_queries, stats.num_cache_hits) == (0, 10, 0)
     loop.step()
     loop.step()
