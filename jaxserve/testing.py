@@ -244,7 +244,7 @@ class CountingRunner:
 
     def _sample(self, slot: _Slot) -> int:
         """`next_token`; before `min_tokens` the next id that does not stop the sequence."""
-        if self._poison_token_id in slot.tokens:
+        if self._poison_token_id is not None and self._poison_token_id in slot.tokens:
             return -1
         admission = slot.admission
         token = (self._best(slot) + (0 if admission.params.is_greedy else admission.seed)) % self.vocab_size
