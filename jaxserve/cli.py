@@ -94,7 +94,8 @@ def generate(argv: Sequence[str]) -> int:
 
     SamplingParams(**sampling_values)  # a wrong value is told before the model is loaded
     prompts = arguments["prompts"] or [_read_prompt()]
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
     from jaxserve.llm import LLM
 
     with LLM(**{spec.name: getattr(settings.engine, spec.name) for spec in fields(settings.engine)}) as llm:
