@@ -63,6 +63,22 @@ class _Located:
     revision: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A conversion that was checked and can be written."""
+
+    located: _Located
+    source: Source
+    spec: ModelSpec
+    items: Sequence[Item]
+    ignored: Sequence[IgnoredTensors]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -87,20 +103,12 @@ def convert(
     """
     dst, progress = Path(dst), progress or Silent()
     _check_destination(dst, overwrite)
-    located = _locate(str(src), revision)
-    source = _read(located.path)
-    if (method := text_config(source.config).get("quantization_config", source.config.get("quantization_config"))) is not None:
-        kind = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, and GGUF's types.")
-    spec = resolve_spec(source.config)
-    family = family_of(spec)
-    pairs, ignored = match_tensors(family.tensors(spec), source.tensors, family.ignored_patterns(spec))
-    items = [Item(wanted.name, _target_dtype(tensor, dtype), tensor) for wanted, tensor in pairs]
-    for line in source.notes:
+    job = _prepare(_locate(str(src), revision), dtype)
+    for line in job.source.notes:
         progress.note(line)
-    for left in ignored:
+    for left in job.ignored:
         progress.note(f"left out on purpose: {left.count} tensors, {size(left.num_bytes)}, matching {left.pattern}")
-    _write(dst, located, source, spec, items, ignored, dtype, overwrite, progress)
+    _write(job, dst, overwrite, progress)
 
 
 def _check_destination(dst: Path, overwrite: bool) -> None:
@@ -124,6 +132,22 @@ def _locate(src: str, revision: str | None) -> _Located:
     raise CheckpointError(f"{src} does not exist, and is not a hub id such as org/name.")
 
 
+def _prepare(located: _Located, dtype: str) -> _Job:
+    """Reads headers and small files, and checks that they make a model that can be served."""
+    try:
+        source = _read(located.path)
+    except OSError as error:
+        raise CheckpointError(f"{located.name} cannot be read: {error}") from error
+    if (method := text_config(source.config).get("quantization_config", source.config.get("quantization_config"))) is not None:
+        kind = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, and GGUF's types.")
+    spec = resolve_spec(source.config)
+    family = family_of(spec)
+    pairs, ignored = match_tensors(family.tensors(spec), source.tensors, family.ignored_patterns(spec))
+    items = [Item(wanted.name, _target_dtype(tensor, dtype), tensor) for wanted, tensor in pairs]
+    return _Job(located, source, spec, items, ignored, dtype)
+
+
 def _read(path: Path) -> Source:
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is already converted; convert its source to change it.")
@@ -142,30 +166,18 @@ def _target_dtype(tensor: SourceTensor, dtype: str) -> str:
     return dtype if dtype != "auto" else _STORED_DTYPES.get(tensor.stored_type, "float32")
 
 
-def _write(
-    dst: Path,
-    located: _Located,
-    source: Source,
-    spec: ModelSpec,
-    items: Sequence[Item],
-    ignored: Sequence[IgnoredTensors],
-    dtype: str,
-    overwrite: bool,
-    progress: Progress,
-) -> None:
+def _write(job: _Job, dst: Path, overwrite: bool, progress: Progress) -> None:
     """Writes beside `dst`, then renames."""
-    total = sum(item.num_bytes for item in items)
     scratch = dst.parent / f".{dst.name}.tmp-{os.getpid()}"
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
-        _check_disk_space(dst.parent, total + sum(map(len, source.small_files.values())))
+        _check_disk_space(dst.parent, job.num_bytes + sum(map(len, job.source.small_files.values())))
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        progress.note(f"converting {located.name}: {len(items)} tensors, {size(total)}" + _shrink_hint(items))
-        files = _write_and_hash(scratch / "weights", source.files, items, _counter(total, progress))
-        _write_small_files(scratch, source, dtype)
-        manifest = _manifest(located, source, spec, items, ignored, files)
-        (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        progress.note(f"converting {job.located.name}: {len(job.items)} tensors, {size(job.num_bytes)}" + _shrink_hint(job.items))
+        files = _write_and_hash(scratch / "weights", job.source.files, job.items, _counter(job.num_bytes, progress))
+        _write_small_files(scratch, job)
+        (scratch / MANIFEST_NAME).write_text(_manifest(job, files).to_json(), encoding="utf-8")
         os.sync()
         _check_destination(dst, overwrite)  # another process may have made it meanwhile
         _move_into_place(scratch, dst)
@@ -227,16 +239,16 @@ def _hash_files(files: Sequence[Path], is_stopped: threading.Event) -> tuple[Sou
     return tuple(result)
 
 
-def _write_small_files(directory: Path, source: Source, dtype: str) -> None:
-    config = dict(source.config)
-    if dtype != "auto":
-        config = _with_dtype(config, dtype)
+def _write_small_files(directory: Path, job: _Job) -> None:
+    config, small_files = dict(job.source.config), job.source.small_files
+    if job.dtype != "auto":
+        config = _with_dtype(config, job.dtype)
         if isinstance(config.get("text_config"), Mapping):
-            config["text_config"] = _with_dtype(config["text_config"], dtype)
+            config["text_config"] = _with_dtype(config["text_config"], job.dtype)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for name, content in source.small_files.items():
+    for name, content in small_files.items():
         (directory / name).write_bytes(content)
-    if "generation_config.json" not in source.small_files:
+    if "generation_config.json" not in small_files:
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
         (directory / "generation_config.json").write_text(json.dumps(ids, indent=2), encoding="utf-8")
 
@@ -245,14 +257,8 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | {"dtype": dtype}
 
 
-def _manifest(
-    located: _Located,
-    source: Source,
-    spec: ModelSpec,
-    items: Sequence[Item],
-    ignored: Sequence[IgnoredTensors],
-    files: tuple[SourceFile, ...],
-) -> Manifest:
+def _manifest(job: _Job, files: tuple[SourceFile, ...]) -> Manifest:
+    items = job.items
     by_dtype = {dtype: sum(item.num_bytes for item in items if item.dtype == dtype) for dtype in DTYPES}
     tensors = {
         item.name: TensorEntry(item.source.shape, item.dtype, item.num_bytes, item.source.name, item.source.stored_type) for item in items
@@ -266,18 +272,18 @@ def _manifest(
         created_by=created_by,
         layout="logical",
         quantization="none",
-        family=spec.family,
-        model_type=spec.model_type,
-        architectures=spec.architectures,
+        family=job.spec.family,
+        model_type=job.spec.model_type,
+        architectures=job.spec.architectures,
         dtype=max(by_dtype, key=lambda name: by_dtype[name]),
         num_tensors=len(items),
         num_parameters=sum(item.source.size for item in items),
-        num_bytes=sum(item.num_bytes for item in items),
-        source=located.name,
-        source_kind=source.kind,
-        revision=located.revision,
+        num_bytes=job.num_bytes,
+        source=job.located.name,
+        source_kind=job.source.kind,
+        revision=job.located.revision,
         source_files=files,
-        ignored=tuple(ignored),
+        ignored=tuple(job.ignored),
         tensors=tensors,
     )
 

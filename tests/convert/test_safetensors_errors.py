@@ -200,6 +200,16 @@ def test_no_config_no_weights_no_source(source):
     fails(source / "nothing" / "there", "does not exist")
 
 
+def test_file_that_cannot_be_opened(source, monkeypatch):
+    from jaxserve.convert import read_safetensors
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(read_safetensors, "read_header", refuse)
+    fails(source, r"source cannot be read: .*Permission denied: .*model\.safetensors")
+
+
 def test_unsupported_models(source):
     edit_config(source, architectures=["T5ForConditionalGeneration"])
     fails(source, "T5ForConditionalGeneration.*Supported architectures: .*LlamaForCausalLM")
