@@ -14,7 +14,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import InvalidRequest, RequestFailed
 from jaxserve.serve.openai_logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
-from jaxserve.serve.openai_types import ChatBody, CompletionBody
+from jaxserve.serve.openai_types import ChatBody, CompletionBody, TokenizeBody
 from jaxserve.serve.service import Delta, Service, truncate_prompt
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -98,8 +98,8 @@ class Completion:
             choice["logprobs"] = self._logprobs(number, delta)
         if self._body.return_token_ids and not self.is_output_dropped:
             choice["token_ids"] = delta.token_ids
-        choice["finish_reason"] = finish_reason(delta)
-        choice["stop_reason"] = delta.stop_reason
+        choice["finish_reason"] = "length" if self.is_output_dropped and delta.finish_reason else finish_reason(delta)
+        choice["stop_reason"] = None if self.is_output_dropped else delta.stop_reason
         has_news = choice["text"] or choice["logprobs"] or choice.get("token_ids") or delta.finish_reason or delta.prompt_logprobs
         return [choice] if has_news or (is_first and self._body.echo) else []
 
@@ -205,15 +205,15 @@ def finish_reason(delta: Delta) -> str | None:
     return delta.finish_reason.value if delta.finish_reason else None
 
 
-async def chat_prompt(service: Service, body: Any) -> list[int]:
+async def chat_prompt(service: Service, body: ChatBody | TokenizeBody) -> list[int]:
     """Token ids of `body.messages`; the template writes special tokens itself, so none are added unless asked."""
     text = await service.render_chat(
-        body.messages,
+        body.messages or [],
         add_generation_prompt=True if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
     )
-    is_truncated = getattr(body, "truncate_prompt_tokens", None) is not None
+    is_truncated = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
     return await service.tokenize_prompt(text, add_special_tokens=bool(body.add_special_tokens), is_truncated=is_truncated)
 
 
