@@ -54,6 +54,6 @@ def test_lines_and_sizes() -> None:
 
 
 def test_the_curl_line_survives_a_shell() -> None:
-    words = shlex.split(curl_line("http://127.0.0.1:8000", "it's \"mine\""))
+    words = shlex.split(curl_line("http://127.0.0.1:8000", 'it\'s "mine"'))
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
-    assert json.loads(words[-1])["model"] == "it's \"mine\""
+    assert json.loads(words[-1])["model"] == 'it\'s "mine"'
