@@ -51,6 +51,16 @@ def largest(values: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R k"], I
     return found, _at(tile_ids, place // LARGEST_TILE) * LARGEST_TILE + place % LARGEST_TILE
 
 
+def first_true(is_hit: Bool[Array, "R N"]) -> Int32[Array, "R"]:
+    """Index of the first True of each row, N where there is none.
+
+    By a float32 maximum, exact for N below 2^24: XLA:CPU has a fast one, but neither for argmax nor for integers.
+    """
+    size = is_hit.shape[1]
+    from_end = size - lax.broadcasted_iota(jnp.float32, is_hit.shape, 1)
+    return size - jnp.max(jnp.where(is_hit, from_end, 0.0), axis=-1).astype(jnp.int32)
+
+
 def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: Bool[Array, "R"]) -> Float[Array, "R"]:
     """The distance within which a token is kept by min_p, then top_k, then top_p over what those kept; inf keeps all.
 
@@ -74,7 +84,7 @@ def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: B
         mass = filters.top_p * jnp.sum(weight, axis=-1)
         near_weight = _weight(nearest, bound[:, None])
         is_reached = (_sums_before(near_weight) + near_weight >= mass[:, None]) | ~has_top_p[:, None]
-        near = jnp.min(jnp.where(is_reached, nearest, jnp.inf), axis=-1)
+        near = -jnp.max(jnp.where(is_reached, -nearest, -jnp.inf), axis=-1)
         return _smallest_distance(below_best, weight, mass, near, nearest[:, -1], jnp.minimum(farthest, bound))
 
     by_mass = lax.cond(jnp.any(has_top_p), nucleus, lambda: bound)
@@ -154,11 +164,11 @@ def _pick(weights: jax.Array, before: jax.Array, target: jax.Array) -> jax.Array
     None does only where rounding put the target past the end.
     """
     size = weights.shape[1]
-    index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    # One minimum finds either: weights not past the target are numbered backwards, after all that are.
-    number = jnp.where(before + weights > target[:, None], index, 2 * size - index)
-    number = jnp.min(jnp.where(weights > 0, number, 2 * size), axis=-1)
-    return jnp.where(number < size, number, 2 * size - number)
+    index = lax.broadcasted_iota(jnp.float32, weights.shape, 1)
+    # One maximum finds either: weights past the target come first, in order; the others after them, backwards.
+    score = jnp.where(before + weights > target[:, None], 2 * size - index, index)
+    best = jnp.max(jnp.where(weights > 0, score, 0.0), axis=-1)
+    return jnp.where(best > size, 2 * size - best, best).astype(jnp.int32)
 
 
 def _sums_before(weights: jax.Array) -> jax.Array:

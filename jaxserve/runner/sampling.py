@@ -19,10 +19,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
-from jaxserve.runner.filters import Filters, draw, keep_within, largest, uniform
+from jaxserve.runner.filters import Filters, draw, first_true, keep_within, largest, uniform
 
 PROMPT_TILE = 64
 """Rows of the LM head that prompt log-probabilities hold at once: [64, V] float32 instead of [T, V]."""
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTS = ("top_k", "min_length", "penalty_slot")
 
 
 class _RowParams(NamedTuple):
@@ -31,10 +34,10 @@ class _RowParams(NamedTuple):
     temperature: Float[Array, "R"]
     top_p: Float[Array, "R"]
     min_p: Float[Array, "R"]
-    top_k: Int32[Array, "R"]
     presence_penalty: Float[Array, "R"]
     frequency_penalty: Float[Array, "R"]
     repetition_penalty: Float[Array, "R"]
+    top_k: Int32[Array, "R"]
     min_length: Int32[Array, "R"]
     penalty_slot: Int32[Array, "R"]
 
@@ -66,7 +69,7 @@ def sample(
     Returns:
         `SampledTokens`; token_id is -1 where a row's largest logit is not finite (NaN, +inf, or nothing but -inf).
     """
-    params = _RowParams(*(getattr(slots, name)[row_slot] for name in _RowParams._fields))
+    params = _row_params(slots, row_slot)
     null_slot = penalties.output_counts.shape[0] - 1
     has_penalty = wants_sample & (params.penalty_slot != null_slot)
     adjusted = lax.cond(
@@ -125,6 +128,13 @@ def prompt_logprobs(
     return SampledTokens(*(leaf.reshape(-1, *leaf.shape[2:])[:num_tokens] for leaf in described))
 
 
+def _row_params(slots: SlotState, row_slot: jax.Array) -> _RowParams:
+    # Two gathers in place of nine: each costs every program compile time and a kernel launch.
+    floats = jnp.stack([getattr(slots, name) for name in _FLOATS])[:, row_slot]
+    ints = jnp.stack([getattr(slots, name) for name in _INTS])[:, row_slot]
+    return _RowParams(*jnp.unstack(floats), *jnp.unstack(ints))
+
+
 def _adjust(logits: jax.Array, params: _RowParams, penalties: PenaltyState, position: jax.Array) -> jax.Array:
     """min_tokens mask, logit_bias, then repetition, frequency and presence penalties.
 
@@ -144,9 +154,7 @@ def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: ja
     """Greedy token, or a random draw where `is_random`; -1 where the largest logit is not finite."""
     best = jnp.max(logits, axis=-1)
     is_finite = jnp.isfinite(best)
-    token_index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    # Twice as fast on CPU as argmax, which XLA does not vectorize; the lowest index wins a tie, as there.
-    greedy = jnp.min(jnp.where(logits == best[:, None], token_index, logits.shape[1]), axis=-1)
+    greedy = first_true(logits == best[:, None])
     is_random = is_random & is_finite
     has_filter = is_random & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
 
@@ -167,7 +175,7 @@ def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: ja
 
 def _with_logprobs(logits: jax.Array, token_id: jax.Array, k: int, full_logprobs: bool) -> SampledTokens:
     chosen = jnp.take_along_axis(logits, jnp.maximum(token_id, 0)[:, None], axis=1, mode="promise_in_bounds")
-    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.float32).astype(jnp.int32)  # exact below 2^24; see `filters.first_true`
     best = jnp.max(logits, axis=-1, keepdims=True)
     normalizer = best + jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1, keepdims=True))
     if full_logprobs:
