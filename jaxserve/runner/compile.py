@@ -58,11 +58,6 @@ def compile_all[K](programs: Mapping[K, Lower], progress: Progress | None = None
     return {key: compiled[key] for key in programs}
 
 
-def log_progress(done: int, total: int, seconds: float) -> None:
-    """A `Progress` that writes `compile i/n` to the log."""
-    logger.info("compile %d/%d (%.1f s)", done, total, seconds)
-
-
 def set_up_compile_cache(config: EngineConfig) -> Path:
     """Makes JAX keep every compiled program on disk; returns the directory. Raises ConfigError when it cannot be made."""
     try:
