@@ -80,8 +80,9 @@ class _Slot:
 class _Pending:
     """A step whose result is known; `wait` pretends that the device takes until `ready_s`."""
 
-    def __init__(self, result: StepResult, ready_s: float) -> None:
+    def __init__(self, result: StepResult, written_pages: Set[int], ready_s: float) -> None:
         self._result = result
+        self.written_pages = written_pages
         self._ready_s = ready_s
 
     def wait(self) -> StepResult:
@@ -144,7 +145,7 @@ class CountingRunner:
         result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[])
         for row in plan.rows:
             self._compute(row, writers, result)
-        return _Pending(result, time.perf_counter() + self._step_s)
+        return _Pending(result, writers.keys(), time.perf_counter() + self._step_s)
 
     def _admit(self, plan: Plan) -> None:
         for admission in plan.admissions:
@@ -290,7 +291,7 @@ class CountingLoop:
             num_groups=limits.num_groups,
             **runner_options,
         )
-        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self.in_flight: deque[tuple[Plan, _Pending]] = deque()
         self.outputs: dict[tuple[str, int], Output] = {}
 
     def add(self, request_id: str, prompt: Sequence[int], *, priority: int = 0, salt: str | None = None, **params: Any) -> Request:
@@ -311,14 +312,17 @@ class CountingLoop:
             plan.num_tokens <= self.limits.max_num_batched_tokens
             and len(plan.rows) <= self.scheduler.num_running <= self.limits.max_num_seqs
         )
+        for _plan, pending in self.in_flight:
+            taken = {write.page for write in plan.page_writes} & pending.written_pages
+            assert not taken, f"pages {taken} are handed out while a dispatched step writes them"
         if plan.rows:
-            self.in_flight.append((plan, self.runner.run(plan).wait()))
+            self.in_flight.append((plan, self.runner.run(plan)))
         return plan
 
     def collect(self) -> None:
         """Commit the oldest dispatched step."""
-        plan, result = self.in_flight.popleft()
-        self.take(self.scheduler.commit(plan, result))
+        plan, pending = self.in_flight.popleft()
+        self.take(self.scheduler.commit(plan, pending.wait()))
 
     def step(self) -> Plan:
         """One turn of the plain loop."""
