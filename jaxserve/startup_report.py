@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping
 
+from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.info import EngineInfo
 
@@ -38,7 +39,7 @@ def summary(info: EngineInfo, endpoints: Mapping[str, str], changes: Iterable[tu
         ("attention", f"{info.attention} ({info.attention_reason})"),
         (
             "KV cache",
-            f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {format_bytes(info.kv_cache_bytes)}",
+            f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {size(info.kv_cache_bytes)}",
         ),
         ("context", f"{info.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
         ("step", f"at most {info.max_num_seqs:,} sequences and {info.max_num_batched_tokens:,} tokens"),
@@ -59,14 +60,6 @@ def curl_line(http_address: str, model: str) -> str:
     """A command that asks the server for a few tokens; `http_address` is such as "http://127.0.0.1:8000"."""
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
     return f"curl {http_address}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-
-
-def format_bytes(size: int) -> str:
-    """A size in binary units: 1.50 GiB."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{size} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
 
 
 def _text(value: object) -> str:

@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except JaxserveError as error:
         progress.end_line()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         progress.end_line()
         print("interrupted; nothing is left behind", file=sys.stderr)

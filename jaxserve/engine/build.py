@@ -101,14 +101,16 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
     with timer.stage("programs") as detail:
         runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
         del model
+        num_hits = runner.compiles.num_cache_hits
         num_programs = runner.compile(
             lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
         )
-        detail(f"{num_programs}, {runner.compiles.num_cache_hits} from the compile cache")
+        num_cached = runner.compiles.num_cache_hits - num_hits
+        detail(f"{num_programs}, {num_cached} from the compile cache")
     info = _engine_info(
         config, checkpoint, spec, shape, dtype,
         device=device_name, attention=attention, attention_reason=attention_reason, kv_cache_bytes=plan.kv_bytes,
-        num_programs=num_programs, num_cached_programs=runner.compiles.num_cache_hits,
+        num_programs=num_programs, num_cached_programs=num_cached,
     )  # fmt: skip
     return Engine(Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets), runner, info)
 

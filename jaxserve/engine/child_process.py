@@ -29,11 +29,14 @@ def read_orders(argv: Sequence[str]) -> dict[str, Any]:
         raise SystemExit("this process is started by `jaxserve serve`")
     orders: dict[str, Any] = json.loads(argv[1])
     die_with_parent(orders["parent_pid"])
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
-    # One line for each request is the access log's business, and its start-up lines say what ours say.
-    for name in ("uvicorn", "uvicorn.error"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    set_up_logging()
     return orders
+
+
+def set_up_logging() -> None:
+    """Our lines from INFO on, everybody else's from WARNING on, all to stderr."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=LOG_FORMAT)
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
 
 
 class Reports:

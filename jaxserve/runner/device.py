@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 THREADS_VARIABLE = "PJRT_NPROC"
 """What JAX's CPU client reads its thread count from; XLA_FLAGS has nothing that works for it in 0.11."""
 MEMORY_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
-REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "transformers", "tokenizers", "grpcio", "jax-triton", "triton")
+REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "grpcio", "jax-triton", "triton")
 
 PROBE_ROWS = (8, 128)
 PROBE_MAX_ELEMENTS = 1 << 22

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.engine.child_process import LOG_FORMAT
+from jaxserve.engine.child_process import set_up_logging
 from jaxserve.engine.info import EngineInfo
 from jaxserve.serve.server import bind
 from jaxserve.startup_report import changed_settings, curl_line, stage_line, summary
@@ -99,7 +99,7 @@ def serve(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]
     Raises:
         ConfigError: A port is taken; nothing was started.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    set_up_logging()
     python = [sys.executable, "-m"]
     changes = changed_settings(engine, server, origins)
     return asyncio.run(supervise([*python, "jaxserve.engine"], asdict(engine), [*python, "jaxserve.serve"], server, changes))

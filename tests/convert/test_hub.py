@@ -98,7 +98,7 @@ def run(tmp_path: Path, endpoint: str, *arguments: str, **environment: str) -> s
 
 def error_of(result: subprocess.CompletedProcess[str]) -> str:
     """The one line of a failure."""
-    assert result.returncode == 1, result.stderr
+    assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line]
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
