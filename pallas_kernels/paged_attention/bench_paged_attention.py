@@ -28,11 +28,9 @@ def ms_a_layer(spec: AttentionSpec, implementation: str, *, num_layers: int, num
 
     @jax.jit
     def step(q: jax.Array, layers: list[jax.Array]) -> jax.Array:
-        outputs = [
-            paged_attention(q, pages, *places, is_decode=spec.is_decode, scale=spec.head_dim**-0.5, implementation=implementation)
-            for pages in layers
-        ]
-        return jnp.stack(outputs).sum()
+        for pages in layers:  # one layer's output is the next one's query, so that layers cannot run side by side
+            q = paged_attention(q, pages, *places, is_decode=spec.is_decode, scale=spec.head_dim**-0.5, implementation=implementation)
+        return q
 
     step(q, layers).block_until_ready()
     seconds = []
