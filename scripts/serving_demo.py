@@ -5,7 +5,8 @@
 
 Engine, EngineLink, front end, HTTP and gRPC run in this process, so that each step's statistics can be read. Every request is sent
 alone first, then all at once over HTTP (the `openai` package, half of them streaming), then all at once over gRPC. Printed: how many
-answers are equal, the wall time against the sum of the solo runs, and what the steps held. Needs the `dev` extra.
+answers are equal and where others part (matrix products differ by bucket in their last bits), the wall time against the sum of the
+solo runs, and what the steps held. Needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from jaxserve.engine.link_server import start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.serve.server import FrontEnd
 from jaxserve.startup_report import stage_line
+
+NEAR_TIE = 1e-3
 
 type Tokens = list[list[int]]
 """The token ids of each of a request's sequences."""
@@ -166,7 +169,7 @@ async def serving(engine: RecordingEngine) -> AsyncIterator[tuple[str, str]]:
 
 
 async def run_demo(engine: RecordingEngine, num_requests: int) -> bool:
-    """Runs and prints everything; True when all answers are equal."""
+    """Runs and prints everything; True when all answers are equal but for near-ties."""
     cases = make_cases(num_requests, engine.info.vocab_size)
     async with (
         serving(engine) as (http, grpc_address),
@@ -181,9 +184,27 @@ async def run_demo(engine: RecordingEngine, num_requests: int) -> bool:
             await at_once("HTTP", engine, cases, send_http, solo_s),
             await at_once("gRPC", engine, cases, lambda case: over_grpc(VllmEngineStub(channel), case), solo_s),
         ]
-    for report in reports:
-        print(report.text(expected))
-    return all(report.results == expected for report in reports)
+        is_equal = True
+        for report in reports:
+            print(report.text(expected))
+            for case, solo, result in zip(cases, expected, report.results, strict=True):
+                if result != solo:
+                    is_equal &= await is_near_tie(client, case, solo, result)
+    return is_equal
+
+
+async def is_near_tie(client: openai.AsyncOpenAI, case: Case, solo: Tokens, result: Tokens) -> bool:
+    """Prints where two answers part and says whether rounding explains it: greedy, by the gap of the two likeliest tokens there.
+
+    A seeded draw near the border of two tokens can fall to either side too; that cannot be seen from outside and is let pass.
+    """
+    index = next(i for i in range(case.n) if solo[i] != result[i])
+    at = next(i for i, (one, other) in enumerate(zip(solo[index], result[index], strict=True)) if one != other)
+    prompt = case.prompt + solo[index][:at]
+    answer: Any = await client.completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0, logprobs=2)
+    best, second = sorted(answer.choices[0].logprobs.top_logprobs[0].values(), reverse=True)[:2]
+    print(f"  {case.params}: sequence {index} differs from token {at} on; top-2 gap there {best - second:.2g}")
+    return "seed" in case.params or best - second < NEAR_TIE
 
 
 async def at_once(
@@ -198,7 +219,7 @@ async def at_once(
 
 
 def main() -> int:
-    """Returns 0 when every answer equals its solo run."""
+    """Returns 0 when every answer equals its solo run, near-ties aside."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=64)
