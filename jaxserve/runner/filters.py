@@ -3,7 +3,7 @@
 A row is seen as `below_best`: how far each scaled logit lies below the row's largest, so 0 is the best token and the weight
 of a token is exp(-below_best). Each filter keeps the tokens within some distance, so all of them together are one number.
 Nothing sorts or accumulates a whole row: the bound is read off the few largest values, or found by bisection when the kept
-set is larger; the draw finds a tile by the tiles' sums, then a token in it.
+set is larger; the draw is a race in which each kept token has a random time of its own.
 
 Knows no slots and no penalties. Next: `jaxserve.runner.sampling`, its only caller.
 """
@@ -91,24 +91,19 @@ def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: B
     return jnp.where(has_filter, jnp.where(has_top_p, by_mass, bound), jnp.inf)
 
 
-def draw(below_best: Float[Array, "R V"], bound: Float[Array, "R"], u: Float[Array, "R"]) -> Int32[Array, "R"]:
-    """A token within the bound with probability proportional to exp(-below_best): the inverse of the cumulative sum at u.
+def draw(below_best: Float[Array, "R V"], bound: Float[Array, "R"], key: UInt32[Array, "R 2"]) -> Int32[Array, "R"]:
+    """A token within the bound with probability proportional to exp(-below_best): the first to arrive in an exponential race.
 
-    Two levels of about sqrt(V) entries instead of one of V. Never a token of weight 0, whatever the sums round to.
+    Token i arrives after E_i / exp(-below_best_i), E_i exponential with mean 1; the least of these is distributed so. Which token wins
+    hangs on the two fastest alone: the last bits of the other logits, which differ between buckets, do not move it, as they would move
+    the borders of an inverse cumulative sum.
     """
-    tile_size = 1 << max(1, (below_best.shape[1] - 1).bit_length() // 2)
-    tiles = _tiles(below_best, tile_size, jnp.inf)
-    sums = jnp.sum(_weight(tiles, bound[:, None, None]), axis=-1)
-    before = _sums_before(sums)
-    target = u * (before[:, -1] + sums[:, -1])
-    tile = _pick(sums, before, target)
-    weights = _weight(_at(tiles, tile[:, None, None])[:, 0], bound[:, None])
-    rest = target - _at(before, tile[:, None])[:, 0]
-    return tile * tile_size + _pick(weights, _sums_before(weights), rest)
+    arrival = jnp.where(below_best <= bound[:, None], below_best + jnp.log(_exponentials(key, below_best.shape)), jnp.inf)
+    return first_true(arrival == jnp.min(arrival, axis=-1, keepdims=True))
 
 
-def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, "R"]) -> Float[Array, "R"]:
-    """A number in [0, 1) for each (seed, position): 24 bits of the key that `jax.random.fold_in` makes of them.
+def fold_in(seed: UInt32[Array, "R 2"], position: Int32[Array, "R"]) -> UInt32[Array, "R 2"]:
+    """The key data that `jax.random.fold_in` makes of each (seed, position).
 
     Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), written out because
     JAX's own compiles to a loop that costs every program more time than the rest of the draw.
@@ -120,7 +115,26 @@ def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, "R"]) -> Float[Ar
             a = a + b
             b = a ^ (b << distance | b >> (32 - distance))
         a, b = a + keys[(group + 1) % 3], b + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return (a >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return jnp.stack([a, b], axis=1)
+
+
+def _exponentials(key: UInt32[Array, "R 2"], shape: tuple[int, int]) -> Float[Array, "R V"]:
+    """Exponential numbers with mean 1, one for each token of each row, by a hash of the row's key and the token.
+
+    Threefry for each would cost ten times as much. Two rounds of a 32-bit mixer with full avalanche (xorshift-multiply, constants
+    from the hash-prospector project's list), the key's two words entering before each.
+    """
+    bits = lax.broadcasted_iota(jnp.uint32, shape, 1) * jnp.uint32(0x9E3779B9)
+    for word in (key[:, :1], key[:, 1:]):
+        bits = _mix(bits ^ word)
+    # 32 bits as a float keep their leading ones: small numbers, of which the winners are made, are as exact as large ones.
+    return -jnp.log1p(-(bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32 * (1 - 2.0**-24)))
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    bits = (bits ^ bits >> 16) * jnp.uint32(0x21F0AAAD)
+    bits = (bits ^ bits >> 15) * jnp.uint32(0xD35A2D97)
+    return bits ^ bits >> 15
 
 
 def _smallest_distance(
@@ -156,19 +170,6 @@ def _smallest_distance(
     unknown = jnp.full_like(target, jnp.inf)
     far = lax.while_loop(is_open, halve, (low, high, jnp.zeros_like(target), unknown))[1]
     return jnp.where(near < jnp.inf, near, _float(far))
-
-
-def _pick(weights: jax.Array, before: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first positive weight that carries the sum past the target; the last positive one where none does.
-
-    None does only where rounding put the target past the end.
-    """
-    size = weights.shape[1]
-    index = lax.broadcasted_iota(jnp.float32, weights.shape, 1)
-    # One maximum finds either: weights past the target come first, in order; the others after them, backwards.
-    score = jnp.where(before + weights > target[:, None], 2 * size - index, index)
-    best = jnp.max(jnp.where(weights > 0, score, 0.0), axis=-1)
-    return jnp.where(best > size, 2 * size - best, best).astype(jnp.int32)
 
 
 def _sums_before(weights: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
-from jaxserve.runner.filters import Filters, draw, first_true, keep_within, largest, uniform
+from jaxserve.runner.filters import Filters, draw, first_true, fold_in, keep_within, largest
 
 PROMPT_TILE = 64
 """Rows of the LM head that prompt log-probabilities hold at once: [64, V] float32 instead of [T, V]."""
@@ -166,7 +166,7 @@ def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: ja
             lambda: keep_within(below_best, Filters(params.top_k, params.top_p, params.min_p), has_filter),
             lambda: jnp.full_like(best, jnp.inf),
         )
-        drawn = draw(below_best, bound, uniform(seed, position))
+        drawn = draw(below_best, bound, fold_in(seed, position))
         return jnp.where(is_random, drawn, greedy)
 
     token_id = lax.cond(jnp.any(is_random), random, lambda: greedy)

@@ -171,24 +171,37 @@ def test_ties_at_the_boundary_are_all_kept() -> None:
     assert set(draw_many(logits, {"temperature": 1.0, "min_p": 1.0})) == {1, 2, 3}
 
 
+def make_keys(count: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 2**32, size=(count, 2), dtype=np.uint32))
+
+
 def test_a_token_of_no_probability_is_never_drawn() -> None:
-    weights = jnp.zeros((4, 300)).at[:, 137].set(1.0).at[3, 5].set(1e-30)
-    below_best = -jnp.log(weights)
-    draw = jax.jit(filters.draw)
-    for u in (0.0, 0.5, 1 - 2.0**-24, 1.0):  # 1.0 is past the end: rounding of the sums can have that effect
-        token = draw(below_best, jnp.full((4,), jnp.inf), jnp.full((4,), u))
-        assert set(np.asarray(token)) <= {137, 5}
+    below_best = jnp.full((1000, 300), jnp.inf).at[:, 137].set(0.0).at[:, 5].set(60.0)
+    tokens = jax.jit(filters.draw)(below_best, jnp.full((1000,), jnp.inf), make_keys(1000))
+    assert set(np.asarray(tokens)) == {137}
+    assert set(np.asarray(jax.jit(filters.draw)(below_best - 100.0, jnp.full((1000,), -50.0), make_keys(1000)))) == {137}
 
 
-def test_uniform_numbers_are_even_and_those_of_fold_in() -> None:
-    seeds = np.random.default_rng(0).integers(0, 2**32, size=(50_000, 2), dtype=np.uint32)
-    u = np.asarray(filters.uniform(jnp.asarray(seeds), jnp.arange(50_000)))
-    assert u.min() >= 0 and u.max() < 1
-    counts = np.bincount((u * 100).astype(int), minlength=100)
-    assert ((counts - 500) ** 2 / 500).sum() < chi_square_limit(99)
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03
-    folded = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(seeds[:100]), impl="threefry2x32"), jnp.arange(100))
-    np.testing.assert_array_equal(u[:100], (np.asarray(jax.random.key_data(folded))[:, 0] >> 8) / np.float32(2**24))
+def test_keys_are_those_of_fold_in() -> None:
+    seeds = make_keys(100)
+    folded = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds, impl="threefry2x32"), jnp.arange(100))
+    np.testing.assert_array_equal(filters.fold_in(seeds, jnp.arange(100)), jax.random.key_data(folded))
+
+
+def test_race_times_are_exponential_and_independent() -> None:
+    times = np.asarray(filters._exponentials(make_keys(2000), (2000, 100)))
+    assert times.min() > 0
+    uniform = np.exp(-times)
+    counts = np.bincount((uniform.ravel() * 100).astype(int), minlength=100)
+    assert ((counts - 2000) ** 2 / 2000).sum() < chi_square_limit(99)
+    for other in (np.roll(uniform, 1, axis=0), np.roll(uniform, 1, axis=1)):
+        assert abs(np.corrcoef(uniform.ravel(), other.ravel())[0, 1]) < 0.012
+    # Adjacent keys, as seed and seed + 1 or two positions could be, give unrelated rows.
+    near = jnp.stack([jnp.zeros(2000, jnp.uint32), jnp.arange(2000, dtype=jnp.uint32)], axis=1)
+    rows = np.exp(-np.asarray(filters._exponentials(near, (2000, 100))))
+    assert abs(np.corrcoef(rows[:-1].ravel(), rows[1:].ravel())[0, 1]) < 0.012
+    winners = np.bincount(rows.argmax(axis=1), minlength=100)
+    assert ((winners - 20) ** 2 / 20).sum() < chi_square_limit(99)
 
 
 def test_tokens_do_not_depend_on_the_batch() -> None:
