@@ -118,7 +118,7 @@ def fold_in(seed: UInt32[Array, "R 2"], position: Int32[Array, "R"]) -> UInt32[A
     return jnp.stack([a, b], axis=1)
 
 
-def _exponentials(key: UInt32[Array, "R 2"], shape: tuple[int, int]) -> Float[Array, "R V"]:
+def _exponentials(key: UInt32[Array, "R 2"], shape: tuple[int, ...]) -> Float[Array, "R V"]:
     """Exponential numbers with mean 1, one for each token of each row, by a hash of the row's key and the token.
 
     Threefry for each would cost ten times as much. Two rounds of a 32-bit mixer with full avalanche (xorshift-multiply, constants
