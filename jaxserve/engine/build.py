@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, SchedulerLimits
 from jaxserve.convert.resolve import resolve_model
 from jaxserve.core.buckets import Buckets
@@ -105,6 +106,7 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         num_programs = runner.compile(
             lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
         )
+        _check_temporaries(plan, runner)
         num_cached = runner.compiles.num_cache_hits - num_hits
         detail(f"{num_programs}, {num_cached} from the compile cache")
     info = _engine_info(
@@ -192,6 +194,17 @@ def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, dtype: s
         return runner.lower(largest)().compile().memory_analysis().temp_size_in_bytes
     finally:
         runner.compiles.close()
+
+
+def _check_temporaries(plan: MemoryPlan, runner: ModelRunner) -> None:
+    """Warns when the programs need more than was planned for: the pages then took memory that steps need."""
+    planned, actual = plan.temporaries_bytes, runner.temporaries_bytes
+    if planned and actual > planned * 1.05:
+        logger.warning(
+            "the largest step takes %s of temporaries, %s were planned; lower --gpu-memory-utilization if memory runs out",
+            size(actual),
+            size(planned),
+        )
 
 
 def _engine_info(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, shape: RunnerShape, dtype: str, **facts: Any) -> EngineInfo:

@@ -92,7 +92,7 @@ class ModelRunner:
             penalty_state_shapes(shape, spec.vocab_size),
         )
         self.compiles = CompileCounter()
-        self._steps: dict[Bucket, Callable[..., Any]] = {}
+        self._steps: dict[Bucket, Any] = {}
         self._update: Callable[..., Any]
         self._admit: Callable[..., Any]
         self._pages: KVPages
@@ -119,6 +119,11 @@ class ModelRunner:
         weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self._weights)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         return lambda: traced.lower(weights, *self._shapes, packed)
+
+    @property
+    def temporaries_bytes(self) -> int:
+        """Temporaries of the compiled step that needs most."""
+        return max(program.memory_analysis().temp_size_in_bytes for program in self._steps.values())
 
     def run(self, plan: Plan) -> PendingModelStep:
         """Dispatches a plan; the tokens are copied back while the host goes on."""
