@@ -26,9 +26,9 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
             f"the prompt has {num_prompt} tokens; the context is {info.max_model_len} and an output token must fit: shorten the prompt.",
             param="prompt",
         )
-    _check_ids(prompt_token_ids, info.vocab_size, "prompt")
-    _check_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
-    _check_ids(list(params.logit_bias), info.vocab_size, "logit_bias")
+    check_token_ids(prompt_token_ids, info.vocab_size, "prompt")
+    check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
+    check_token_ids(list(params.logit_bias), info.vocab_size, "logit_bias")
     _check_logprobs(params.logprobs, "logprobs", info)
     _check_logprobs(params.prompt_logprobs, "prompt_logprobs", info)
     if params.prompt_logprobs is not None and not info.has_prompt_logprobs:
@@ -52,7 +52,8 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
     return params.with_changes(max_tokens=max_tokens)
 
 
-def _check_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raises InvalidRequest for an id that the model does not have."""
     if not token_ids:
         return
     low, high = min(token_ids), max(token_ids)

@@ -77,7 +77,7 @@ class VllmEngine(VllmEngineServicer):
             case "tokenized":
                 prompt = list(request.tokenized.input_ids)
             case "text":
-                prompt = await self._service.tokenize_prompt(request.text, is_truncated=limit is not None)
+                [prompt] = await self._service.tokenize_prompts([request.text], is_truncated=limit is not None)
             case _:
                 raise InvalidRequest("the request has no input; set tokenized or text.", param="input")
         return truncate_prompt(prompt, limit, self._service.info)

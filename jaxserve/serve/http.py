@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve import __version__
+from jaxserve.engine.admission import check_token_ids
 from jaxserve.errors import InvalidRequest, JaxserveError, response_for
 from jaxserve.serve.openai_answers import Chat, Completion, Usage, chat_prompt, raise_if_failed
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -28,7 +29,8 @@ from jaxserve.serve.sse import EventStream, to_json, until_disconnect
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
+"""Parsing the JSON of one this large holds the event loop for some tenths of a second."""
 
 
 class HttpApi:
@@ -88,17 +90,14 @@ class HttpApi:
             token_ids = await self._service.tokenize(body.prompt, add_special_tokens=adds_special)
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": self._service.info.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
-            answer["token_strs"] = [self._service.tokenizer.token_text(token_id) for token_id in token_ids]
+            answer["token_strs"] = await self._service.token_texts(token_ids)
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of ids."""
         body = DetokenizeBody.parse(await _read_body(request))
         self._service.check_model(body.model)
-        vocab_size = max(self._service.info.vocab_size, self._service.tokenizer.max_token_id + 1)
-        for token_id in body.tokens:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"tokens holds {token_id}; ids of this model are 0 to {vocab_size - 1}.", param="tokens")
+        check_token_ids(body.tokens, max(self._service.info.vocab_size, self._service.tokenizer.max_token_id + 1), "tokens")
         return _json({"prompt": await self._service.detokenize(body.tokens)})
 
     async def health(self, request: Request) -> Response:
@@ -217,7 +216,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail if error.status_code == 413 else f"{request.method} {request.url.path}: {error.detail}"
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-    return _json(_error(message, kind, error.status_code), error.status_code)
+    answer = _json(_error(message, kind, error.status_code), error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _json(value: Any, status: int = 200) -> Response:

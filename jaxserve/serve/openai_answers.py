@@ -6,7 +6,6 @@ up. Ids, envelopes, usage and transport are `http`'s.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import InvalidRequest, RequestFailed
 from jaxserve.serve.openai_logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, TokenizeBody
-from jaxserve.serve.service import Delta, Service, truncate_prompt
+from jaxserve.serve.service import Delta, Service, check_num_sequences, truncate_prompt
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is not given, as OpenAI has it."""
@@ -214,23 +213,20 @@ async def chat_prompt(service: Service, body: ChatBody | TokenizeBody) -> list[i
         template_kwargs=body.chat_template_kwargs or {},
     )
     is_truncated = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
-    return await service.tokenize_prompt(text, add_special_tokens=bool(body.add_special_tokens), is_truncated=is_truncated)
+    adds_special = bool(body.add_special_tokens)
+    return (await service.tokenize_prompts([text], add_special_tokens=adds_special, is_truncated=is_truncated))[0]
 
 
 async def _completion_prompts(service: Service, body: CompletionBody) -> list[list[int]]:
     prompt = body.prompt
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
-    entries: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-    is_truncated = body.truncate_prompt_tokens is not None
-    adds_special = True if body.add_special_tokens is None else body.add_special_tokens
-
-    async def token_ids_of(entry: str | list[int]) -> list[int]:
-        if isinstance(entry, str):
-            return await service.tokenize_prompt(entry, add_special_tokens=adds_special, is_truncated=is_truncated)
-        return entry
-
-    prompts = await asyncio.gather(*map(token_ids_of, entries))
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    check_num_sequences(len(prompts))
+    if isinstance(prompts[0], str):
+        adds_special = True if body.add_special_tokens is None else body.add_special_tokens
+        is_truncated = body.truncate_prompt_tokens is not None
+        prompts = await service.tokenize_prompts(prompts, add_special_tokens=adds_special, is_truncated=is_truncated)
     side = body.truncation_side or "left"
     return [truncate_prompt(token_ids, body.truncate_prompt_tokens, service.info, side=side) for token_ids in prompts]
 

@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES_PER_CALL = 1024
 """Prompts times n of one call."""
+LONG_TEXT = 64 * 2**10
+"""Texts of more characters, and more token ids, than this have a thread of their own: nobody else's text waits behind them."""
+MAX_TEXT_CHARS = 4 * 2**20
+"""Longest text that is tokenized where the context sets no limit: seconds of work."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +82,7 @@ class Service:
         self._id_prefix = secrets.token_hex(4)
         self._next_id = itertools.count()
         self._text_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self._long_text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
 
     @property
     def info(self) -> EngineInfo:
@@ -85,8 +90,9 @@ class Service:
         return self.client.info
 
     def close(self) -> None:
-        """Ends the thread pool."""
-        self._text_pool.shutdown(wait=False, cancel_futures=True)
+        """Ends the thread pools."""
+        for pool in (self._text_pool, self._long_text_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound, listing what is served, for a name that is not; None is whatever is served."""
@@ -100,23 +106,40 @@ class Service:
         return SamplingParams(**{"max_tokens": None} | dict(self.info.default_sampling_params) | given)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of any text."""
-        return await self._in_pool(partial(self.tokenizer.encode, text, add_special_tokens))
+        """Token ids of any text up to MAX_TEXT_CHARS; raises InvalidRequest for a longer one."""
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidRequest(
+                f"the text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized: shorten or split it.", param="prompt"
+            )
+        return (await self._encode([text], add_special_tokens))[0]
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return await self._in_pool(lambda: [self.tokenizer.token_text(token_id) for token_id in token_ids], len(token_ids))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return await self._in_pool(partial(self.tokenizer.decode, token_ids, skip_special_tokens))
+        return await self._in_pool(partial(self.tokenizer.decode, token_ids, skip_special_tokens), len(token_ids))
 
-    async def tokenize_prompt(self, text: str, *, add_special_tokens: bool = True, is_truncated: bool = False) -> list[int]:
-        """Token ids of a prompt; one that cannot fit the context whatever its tokens are is refused without tokenizing it."""
+    async def tokenize_prompts(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, is_truncated: bool = False
+    ) -> list[list[int]]:
+        """Token ids of a call's prompts; those that cannot fit the context whatever their tokens are are refused without tokenizing."""
+        if is_truncated:
+            return [await self.tokenize(text, add_special_tokens=add_special_tokens) for text in texts]
         limit = self.info.max_model_len * self._max_token_bytes
-        if len(text) > limit and not is_truncated:
+        longest = max(map(len, texts))
+        if longest > limit:
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters; the model's context of {self.info.max_model_len} tokens holds at most {limit}: "
+                f"the prompt has {longest} characters; the model's context of {self.info.max_model_len} tokens holds at most {limit}: "
                 "shorten the prompt.",
                 param="prompt",
             )
-        return await self.tokenize(text, add_special_tokens=add_special_tokens)
+        return await self._encode(texts, add_special_tokens)
+
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        size = sum(map(len, texts))
+        return await self._in_pool(lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts], size)
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat; options as in `text.chat_template.render_chat`."""
@@ -124,12 +147,7 @@ class Service:
 
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> list[SamplingParams]:
         """Each prompt's parameters, as the engine will use them; raises InvalidRequest."""
-        num_sequences = len(prompts) * params.n
-        if num_sequences > MAX_SEQUENCES_PER_CALL:
-            raise InvalidRequest(
-                f"{len(prompts)} prompts with n={params.n} are {num_sequences} sequences; one call may have {MAX_SEQUENCES_PER_CALL}.",
-                param="n",
-            )
+        check_num_sequences(len(prompts), params.n)
         return [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
 
     async def generate(
@@ -204,8 +222,18 @@ class Service:
         """Does ahead of the first request what would otherwise delay it."""
         await self._in_pool(lambda: self._max_token_bytes)
 
-    async def _in_pool[T](self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text_pool, function)
+    async def _in_pool[T](self, function: Callable[[], T], size: int = 0) -> T:
+        pool = self._long_text_pool if size > LONG_TEXT else self._text_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+
+def check_num_sequences(num_prompts: int, n: int = 1) -> None:
+    """Raises InvalidRequest when one call asks for too many; made first of all, so that a list of a million prompts costs nothing."""
+    if num_prompts * n > MAX_SEQUENCES_PER_CALL:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; one call may have {MAX_SEQUENCES_PER_CALL}.",
+            param="prompt" if n == 1 else "n",
+        )
 
 
 def truncate_prompt(token_ids: list[int], limit: int | None, info: EngineInfo, *, side: str = "left") -> list[int]:

@@ -81,7 +81,8 @@ class Tokenizer:
             InvalidRequest: The text is no valid Unicode (a lone surrogate).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the library's ways to encode, only those for batches release the GIL: a long text must not stop other threads.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("the text holds a lone surrogate, which is no valid Unicode; send well-formed text.") from error
 

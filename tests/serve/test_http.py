@@ -284,6 +284,9 @@ BAD_COMPLETIONS = {
     "bad_words": ({"bad_words": ["x"]}, "bad_words"),
     "beam": ({"use_beam_search": True}, "use_beam_search"),
     "10 MB prompt": ({"prompt": "x" * 10_000_000}, "prompt"),
+    "10 MB prompt to cut": ({"prompt": "x" * 10_000_000, "truncate_prompt_tokens": 5}, "prompt"),
+    "a million prompts": ({"prompt": ["a"] * 1_000_000}, "prompt"),
+    "a million empty prompts": ({"prompt": [[]] * 1_000_000}, "prompt"),
 }
 
 
@@ -338,6 +341,28 @@ def test_malformed_json_is_400(server, body):
     assert_alive(server)
 
 
+LARGE = {
+    "text to cut": ("/v1/completions", {"prompt": "xy " * 300_000, "truncate_prompt_tokens": 5, "max_tokens": 1}),
+    "text to count": ("/tokenize", {"prompt": "xy " * 300_000, "return_token_strs": True}),
+    "ids": ("/detokenize", {"tokens": [5, 7] * 300_000}),
+    "many prompts": ("/v1/completions", {"prompt": ["x" * 200] * 1000, "max_tokens": 1}),
+    "too many prompts": ("/v1/completions", {"prompt": ["x"] * 300_000}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_requests_hold_up_no_other_client(server, name):
+    path, body = LARGE[name]
+    large = threading.Thread(target=post, args=(server, path, body))
+    large.start()
+    waits = []
+    while large.is_alive() or not waits:
+        start = time.monotonic()
+        assert post(server, "/tokenize", {"prompt": "Hello"})[0] == 200
+        waits.append(time.monotonic() - start)
+    assert max(waits) < 1
+
+
 def test_nan_in_logit_bias_is_400(server):
     assert post(server, "/v1/completions", b'{"prompt": [5], "logit_bias": {"5": NaN}}')[0] == 400
 
@@ -360,6 +385,7 @@ def test_unknown_fields_and_neutral_values_are_ignored(server):
 def test_other_paths_and_methods_and_sizes(server):
     assert get(server, "/v1/nothing")[0] == 404
     assert get(server, "/v1/completions")[0] == 405
+    assert b"\r\nallow: POST\r\n" in raw_request(server, b"GET", "/v1/completions", headers=b"")
     head = raw_request(server, b"POST", "/v1/completions", headers=b"").split(b"\r\n")[0]
     assert b"400" in head
     host, port = server.http.removeprefix("http://").split(":")
