@@ -146,9 +146,12 @@ def range_error(spec: Field[Any], value: Any) -> str:
 def cache_dir() -> Path:
     """Where jaxserve keeps converted checkpoints and compiled programs: $JAXSERVE_CACHE, else under $XDG_CACHE_HOME or ~/.cache.
 
-    Made readable by its owner only, as what it holds is trusted when it is read back.
+    Made readable by its owner only, as what it holds is trusted when it is read back. Raises ConfigError when it cannot be made.
     """
     given = os.environ.get("JAXSERVE_CACHE")
-    path = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the cache directory: {error}. Set JAXSERVE_CACHE to one that can be written.") from None
     return path

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ERROR_PREFIX = "jaxserve: error: "
+"""Begins the one line on stderr that tells why a command failed; a parent process finds the reason by it."""
+
 
 class JaxserveError(Exception):
     """Base of all errors raised on purpose."""

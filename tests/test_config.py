@@ -145,3 +145,12 @@ def test_cache_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("JAXSERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "jaxserve"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home" / ".cache" / "jaxserve"
+    monkeypatch.setenv("JAXSERVE_CACHE", "~/mine")
+    assert cache_dir() == tmp_path / "home" / "mine"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "file" / "x"))
+    with pytest.raises(ConfigError, match="cannot make the cache directory"):
+        cache_dir()

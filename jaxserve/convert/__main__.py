@@ -12,7 +12,7 @@ from types import FrameType
 
 from jaxserve.checkpoint_report import size
 from jaxserve.convert.pipeline import convert
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ERROR_PREFIX, JaxserveError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except JaxserveError as error:
         progress.end_line()
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         progress.end_line()

@@ -19,20 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.checkpoint import FORMAT_VERSION, is_checkpoint, open_checkpoint
+from jaxserve.config import cache_dir
 from jaxserve.convert.hub import download, is_hub_id
 from jaxserve.convert.read_safetensors import SMALL_FILES
-from jaxserve.errors import CheckpointError
-
-
-def cache_directory() -> Path:
-    """Where jaxserve keeps what it can make again; made with mode 0700 when it is not there."""
-    named = os.environ.get("JAXSERVE_CACHE")
-    parent = os.environ.get("XDG_CACHE_HOME")
-    path = Path(named).expanduser() if named else (Path(parent) if parent else Path.home() / ".cache") / "jaxserve"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-    return path
+from jaxserve.errors import ERROR_PREFIX, CheckpointError
 
 
 def resolve_model(
@@ -48,7 +38,10 @@ def resolve_model(
 
     Raises:
         CheckpointError: No such model, or it cannot be converted.
+        ConfigError: The cache directory cannot be made.
     """
+    if not str(model):
+        raise CheckpointError("the model's name is empty: give a converted checkpoint, a Hugging Face directory, a GGUF file or a hub id.")
     path = Path(model).expanduser()
     if is_checkpoint(path):
         return path
@@ -68,7 +61,7 @@ def resolve_model(
     else:
         raise CheckpointError(f"{model} does not exist, and is not a hub id such as org/name.")
     key = hashlib.sha256(json.dumps([identity, dtype, FORMAT_VERSION]).encode()).hexdigest()[:16]
-    directory = cache_directory() / "checkpoints"
+    directory = cache_dir() / "checkpoints"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     destination = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{key}"
     _convert_once(source, destination, arguments, environment, progress)
@@ -131,13 +124,13 @@ def _run_conversion(
             assert process.stderr is not None
             for line in process.stderr:
                 lines.append(line.rstrip("\n"))
-                if not line.startswith("error: "):  # raised below
+                if not line.startswith(ERROR_PREFIX):  # raised below
                     show(lines[-1])
             status = process.wait()
         finally:
             process.terminate()
     if status != 0:
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
         raise CheckpointError(errors[-1] if errors else f"converting {source} ended with status {status}: {' / '.join(lines[-5:])}")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.convert import convert, resolve
-from jaxserve.convert.resolve import cache_directory, resolve_model
+from jaxserve.convert.resolve import resolve_model
 from jaxserve.errors import CheckpointError
 
 
@@ -35,17 +35,6 @@ def conversions(monkeypatch):
     return seen
 
 
-def test_cache_directory(tmp_path, monkeypatch, cache):
-    assert cache_directory() == cache and cache.stat().st_mode & 0o777 == 0o700
-    monkeypatch.delenv("JAXSERVE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory() == tmp_path / "xdg" / "jaxserve"
-    assert cache_directory().stat().st_mode & 0o777 == 0o700
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_directory() == tmp_path / "home" / ".cache" / "jaxserve"
-
-
 def test_converted_checkpoint_is_returned_as_it_is(converted, cache):
     assert resolve_model(converted("llama-bias")) == converted("llama-bias")
     assert not cache.exists()
@@ -56,9 +45,13 @@ def test_what_does_not_exist(tmp_path):
         resolve_model(tmp_path / "nothing.gguf")
     with pytest.raises(CheckpointError, match="revision v1 is for hub ids"):
         resolve_model(tmp_path, revision="v1")
-    # The message of the process that converts arrives as it is.
+    with pytest.raises(CheckpointError, match="name is empty"):
+        resolve_model("")
+    # The message of the process that converts arrives as it is, and only once.
+    lines = []
     with pytest.raises(CheckpointError, match=r"^\S+ holds no config\.json: it is not a Hugging Face checkpoint\.$"):
-        resolve_model(tmp_path, progress=lambda line: None)
+        resolve_model(tmp_path, progress=lines.append)
+    assert not any("config.json" in line for line in lines)
 
 
 def test_one_process_converts_and_the_other_waits(broken, cache):
