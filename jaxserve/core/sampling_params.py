@@ -7,9 +7,9 @@ the request meets the engine (`jaxserve.engine.admission`). Names, defaults and 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -21,14 +21,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MIN_TEMPERATURE = 0.01
 """A temperature between 0 and this is raised to it: the logits would overflow."""
-
-
-class OutputKind(Enum):
-    """How results of a request are handed out while it runs."""
-
-    CUMULATIVE = "cumulative"
-    DELTA = "delta"
-    FINAL_ONLY = "final_only"
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Beyond these the logits would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +36,7 @@ class SamplingParams:
         top_k: Keep the k most likely tokens; 0 or -1 is off.
         min_p: Keep tokens at least this share of the best one's probability, in [0, 1].
         presence_penalty, frequency_penalty: In [-2, 2], over output tokens only.
-        repetition_penalty: Above 0, over prompt and output tokens; positive logits are divided by it, others multiplied.
+        repetition_penalty: In [1e-6, 1e6], over prompt and output tokens; positive logits are divided by it, others multiplied.
         seed: None or -1 is fresh entropy; child i of n uses seed + i.
         stop: Strings that end the text; nothing of a match is returned unless `include_stop_str_in_output`.
         stop_token_ids: Token ids that end the sequence, besides the model's own EOS set.
@@ -54,7 +48,6 @@ class SamplingParams:
         logit_bias: Token id to a value added to its logit, clamped to [-100, 100].
         detokenize: Produce text; needed for `stop`.
         skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output: Shape of the text.
-        output_kind: How results are handed out.
     """
 
     n: int = 1
@@ -78,7 +71,6 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -123,6 +115,9 @@ class SamplingParams:
             stop_token_ids=tuple(dict.fromkeys(_sequence(self.stop_token_ids, int, "stop_token_ids"))),
             logit_bias=_logit_bias(self.logit_bias),
         )
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be true or false.", param=name)
         for name in ("n", "top_k", "min_tokens"):
             _integer(getattr(self, name), name)
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
@@ -143,8 +138,7 @@ class SamplingParams:
         _within(self.min_p, "min_p", 0.0, 1.0)
         _within(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _within(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
-        if not self.repetition_penalty > 0.0:
-            raise InvalidRequest(f"repetition_penalty is {self.repetition_penalty}; it must be above 0.", param="repetition_penalty")
+        _within(self.repetition_penalty, "repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _within(self.top_k, "top_k", 0, 2**31 - 1)
         if self.seed is not None:
             _within(self.seed, "seed", -(2**63), 2**63 - 1)
@@ -218,9 +212,8 @@ def _logit_bias(values: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias has {len(values)} entries; at most {MAX_LOGIT_BIAS} are allowed.", param="logit_bias")
     bias: dict[int, float] = {}
     for key, value in values.items():
-        try:
-            token_id = int(key)
-        except (TypeError, ValueError):
-            raise InvalidRequest(f"logit_bias key {key!r} is not a token id.", param="logit_bias") from None
-        bias[token_id] = min(100.0, max(-100.0, _number(value, "logit_bias")))
+        # JSON has no integer keys: "17" is one too.
+        if isinstance(key, bool) or not (isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key))):
+            raise InvalidRequest(f"logit_bias key {key!r} is not a token id.", param="logit_bias")
+        bias[int(key)] = min(100.0, max(-100.0, _number(value, "logit_bias")))
     return bias
