@@ -146,6 +146,11 @@ class EngineClient:
         if self._failure is None:
             self._commands.put_nowait(link_codec.encode_abort(request_id, index))
 
+    def abort_all(self) -> None:
+        """Ends every open request, as `abort` does."""
+        for request_id in self._streams:
+            self.abort(request_id)
+
     def forget(self, request_id: str) -> None:
         """Called by a stream that wants no more events."""
         self._streams.pop(request_id, None)

@@ -89,9 +89,9 @@ class VllmEngine(VllmEngineServicer):
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
-        """Whether the engine is there."""
-        is_alive = self._service.client.is_alive
-        return pb.HealthCheckResponse(healthy=is_alive, message="ok" if is_alive else "the engine is gone")
+        """Whether new calls are served."""
+        is_ready = self._service.is_ready
+        return pb.HealthCheckResponse(healthy=is_ready, message="ok" if is_ready else "the engine is gone or the server is shutting down")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
         """Facts about the model; ids that the model lacks are 0."""

@@ -101,8 +101,8 @@ class HttpApi:
         return _json({"prompt": await self._service.detokenize(body.tokens)})
 
     async def health(self, request: Request) -> Response:
-        """`GET /health`: 200 while the engine is there."""
-        return Response(status_code=200 if self._service.client.is_alive else 503)
+        """`GET /health`: 200 while new calls are served."""
+        return Response(status_code=200 if self._service.is_ready else 503)
 
     async def version(self, request: Request) -> Response:
         """`GET /version`."""

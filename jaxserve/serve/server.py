@@ -1,6 +1,7 @@
 """A front-end process: HTTP and gRPC in one asyncio loop in front of one engine. `supervisor` starts it; `__main__` is its entry.
 
-Never imports JAX. When the engine goes away, health drops and open requests fail; ending the process is the supervisor's choice.
+Never imports JAX. When the engine goes away, health drops and open requests fail; the process ends soon after, if the supervisor has
+not ended it before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from jaxserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
+"""Open calls have this long to end when the server stops; the rest is aborted."""
+FLUSH_S = 1
+"""Then clients have this long to read what was sent."""
+LOST_ENGINE_S = 10.0
+"""A front end without engine answers 503 this long: time for the supervisor to see what happened and to end it."""
 KEEP_ALIVE_S = 60
 
 
@@ -78,11 +84,14 @@ class FrontEnd:
         return Endpoints(http, grpc)
 
     async def stop(self) -> None:
-        """Closes the doors, then the link; what is still open after a grace period is aborted."""
+        """Refuses new calls, drains the open ones (see `Service.drain`), then closes the doors and the link."""
+        if self._grpc is not None:
+            await self._grpc.set_serving(False)
+        await self._service.drain(STOP_GRACE_S)
         if self._http is not None:
             self._http.should_exit = True
         if self._grpc is not None:
-            await self._grpc.stop(STOP_GRACE_S)
+            await self._grpc.stop(FLUSH_S)
         if self._http_task is not None:
             await self._http_task
         await self._client.close()
@@ -97,12 +106,19 @@ class FrontEnd:
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(STOP_GRACE_S),
+            timeout_graceful_shutdown=FLUSH_S,
         )
         self._http = _Uvicorn(config)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]))
-        while not self._http.started and not self._http_task.done():
+        while not self._http.started:
+            if self._http_task.done():  # another process began to listen since `bind`
+                sock.close()
+                raise ConfigError(f"--port {self._config.port} cannot be used: {self._http_task.exception()}; choose another port.")
             await asyncio.sleep(0.005)
+
+    async def wait_until_lost(self) -> None:
+        """Returns when the engine is gone."""
+        await self._client.closed.wait()
 
     async def _watch_engine(self) -> None:
         await self._client.closed.wait()
@@ -133,7 +149,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 async def run_front_end(config: ServerConfig, engine_address: str, on_ready: Callable[[Endpoints], None]) -> int:
-    """Serves until SIGTERM or SIGINT, also while it still waits for the engine; returns the exit status."""
+    """Serves until SIGTERM or SIGINT (0), also while it still waits for the engine, or until the engine is lost (1)."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -145,9 +161,15 @@ async def run_front_end(config: ServerConfig, engine_address: str, on_ready: Cal
         starting.cancel()
         return 0
     on_ready(starting.result())
-    await stopping
+    lost = asyncio.create_task(front_end.wait_until_lost())
+    await asyncio.wait({lost, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    is_lost = not stopping.done()
+    if is_lost:
+        await asyncio.wait({stopping}, timeout=LOST_ENGINE_S)
+    lost.cancel()
+    stopping.cancel()
     await front_end.stop()
-    return 0
+    return 1 if is_lost else 0
 
 
 def _join(host: str, port: int) -> str:

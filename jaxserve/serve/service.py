@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.admission import check_request
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
-from jaxserve.errors import InvalidRequest, ModelNotFound
+from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText, TextDelta
 from jaxserve.text.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ LONG_TEXT = 64 * 2**10
 """Texts of more characters, and more token ids, than this have a thread of their own: nobody else's text waits behind them."""
 MAX_TEXT_CHARS = 4 * 2**20
 """Longest text that is tokenized where the context sets no limit: seconds of work."""
+ABORT_S = 1.0
+"""Time for aborted calls to hear of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +81,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.served_model_names = tuple(served_model_names) or (client.info.model,)
+        self._is_draining = False
         self._labels: dict[str, set[str]] = {}
         self._id_prefix = secrets.token_hex(4)
         self._next_id = itertools.count()
@@ -88,6 +92,23 @@ class Service:
     def info(self) -> EngineInfo:
         """The engine's facts."""
         return self.client.info
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new calls are served."""
+        return self.client.is_alive and not self._is_draining
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls, lets open ones go on for `grace_s` seconds, then ends the rest with finish_reason abort."""
+        self._is_draining = True
+        await self._wait_for_calls(grace_s)
+        self.client.abort_all()
+        await self._wait_for_calls(ABORT_S)
+
+    async def _wait_for_calls(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while self.client.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
 
     def close(self) -> None:
         """Ends the thread pools."""
@@ -172,6 +193,8 @@ class Service:
             InvalidRequest: Before the first delta.
             EngineUnavailable: At any time.
         """
+        if self._is_draining:
+            raise EngineUnavailable("this server is shutting down; send the request to another one, or again later.")
         requests = [
             Request(
                 request_id=f"{self._id_prefix}-{next(self._next_id)}",

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
+# Within JSON these can only be inside strings. SSE lines end at CR and LF alone, but Python's splitlines, which common clients use, ends
+# them here too.
+_LINE_ENDS = {text.encode(): json.dumps(text).strip('"').encode() for text in ("\u0085", "\u2028", "\u2029")}
+
 
 def to_json(value: Any) -> bytes:
     """Compact UTF-8 JSON; NaN and infinities are our bug and raise ValueError."""
@@ -54,7 +58,10 @@ class EventStream(Response):
 
     @staticmethod
     async def _send_event(send: Send, chunk: dict[str, Any]) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + to_json(chunk) + b"\n\n", "more_body": True})
+        line = to_json(chunk)
+        for character, escape in _LINE_ENDS.items():
+            line = line.replace(character, escape)
+        await send({"type": "http.response.body", "body": b"data: " + line + b"\n\n", "more_body": True})
 
 
 async def until_disconnect[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

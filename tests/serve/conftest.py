@@ -62,6 +62,8 @@ class Server:
     http: str
     grpc: str
     loop: EngineLoop
+    front_end: FrontEnd
+    aio_loop: asyncio.AbstractEventLoop
     engine_failures: list[BaseException] = field(default_factory=list)
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -110,7 +112,6 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
     engine, runner = make_engine(model_path, **info)
     started, stop = threading.Event(), asyncio.Event()
     servers: list[Server] = []
-    aio_loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
         failures: list[BaseException] = []
@@ -121,9 +122,11 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
         front_end = FrontEnd(ServerConfig(port=0, grpc_port=0, served_model_name=("counting", "alias")), address)
         endpoints = await front_end.start()
         servers.append(
-            Server(engine, runner, Tokenizer.from_directory(model_path), endpoints.http or "", endpoints.grpc or "", loop, failures)
+            Server(
+                engine, runner, Tokenizer.from_directory(model_path), endpoints.http or "", endpoints.grpc or "", loop, front_end,
+                asyncio.get_running_loop(), failures,
+            )  # fmt: skip
         )
-        aio_loops.append(asyncio.get_running_loop())
         started.set()
         await stop.wait()
         await front_end.stop()
@@ -144,7 +147,7 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
         yield servers[0]
     finally:
         runner.gate.set()
-        aio_loops[0].call_soon_threadsafe(stop.set)
+        servers[0].aio_loop.call_soon_threadsafe(stop.set)
         thread.join(30)
 
 

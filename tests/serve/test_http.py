@@ -222,6 +222,14 @@ def test_a_stream_on_the_wire(server):
     assert all(json.loads(event[6:])["object"] == "text_completion" for event in events[:-1])
 
 
+def test_no_character_of_a_stream_ends_a_line_for_any_client(server):
+    text = "a\u0085b\u2028c\u2029d\x0b\x0c\x1c\x1ee"
+    body = json.dumps(greedy(prompt=text, echo=True, max_tokens=1, stream=True)).encode()
+    lines = raw_request(server, b"POST", "/v1/completions", body).split(b"\r\n\r\n", 1)[1].decode().splitlines()
+    [first, *_] = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert first["choices"][0]["text"].startswith(text)
+
+
 def raw_request(server, method: bytes, path: str, body: bytes = b"", *, headers: bytes = b"") -> bytes:
     host, port = server.http.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
