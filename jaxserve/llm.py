@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import signal
 import threading
 import time
@@ -64,12 +65,15 @@ class LLM:
         CheckpointError: The model is missing, damaged or unsupported.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        config = _engine_config(model, settings)
-        from jaxserve.engine.build import build_engine  # loads JAX: only once the settings are known to be good
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
+        self._build(_engine_config(model, settings))
 
-        engine = build_engine(config)
-        self._attach(engine, Tokenizer.from_directory(engine.info.model_path))
+    @classmethod
+    def from_config(cls, config: EngineConfig, stage: Callable[[str, float, str], None] | None = None) -> Self:
+        """An LLM from settings that are resolved already; `stage` takes each stage of start-up: name, seconds and a detail."""
+        llm = cls.__new__(cls)
+        llm._build(config, stage)
+        return llm
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> Self:
@@ -77,6 +81,12 @@ class LLM:
         llm = cls.__new__(cls)
         llm._attach(engine, tokenizer)
         return llm
+
+    def _build(self, config: EngineConfig, stage: Callable[[str, float, str], None] | None = None) -> None:
+        from jaxserve.engine.build import build_engine  # loads JAX: only once the settings are known to be good
+
+        engine = build_engine(config, stage)
+        self._attach(engine, Tokenizer.from_directory(engine.info.model_path))
 
     def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self._engine: Engine | None = engine
@@ -119,7 +129,7 @@ class LLM:
             InvalidRequest: A prompt or its parameters cannot be served; then nothing was generated.
             EngineUnavailable: The LLM is closed.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        listed = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts, "prompts")
         return self._run([self._read_prompt(prompt) for prompt in listed], params, use_tqdm)
 
     def chat(
@@ -143,12 +153,13 @@ class LLM:
             tools: Shown to the template.
             chat_template_kwargs: More variables for the template.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        listed = _listed(messages, "messages")
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         prompts = []
         for conversation in conversations:
             text = render_chat(
                 self._tokenizer,
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
@@ -204,11 +215,14 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return itertools.repeat(params, count)
-        if not all(isinstance(each, SamplingParams) for each in params):
-            raise InvalidRequest(f"params is {type(params).__name__}; it must be SamplingParams, or a list of them.")
-        if len(params) != count:
-            raise InvalidRequest(f"there are {count} prompts but {len(params)} sampling parameters; give one for each, or one for all.")
-        return params
+        listed = _listed(params, "params")
+        if not all(isinstance(each, SamplingParams) for each in listed):
+            raise InvalidRequest(f"params is {type(params).__name__}; it must be SamplingParams, or a list of them.", param="params")
+        if len(listed) != count:
+            raise InvalidRequest(
+                f"there are {count} prompts but {len(listed)} sampling parameters; give one for each, or one for all.", param="params"
+            )
+        return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +231,24 @@ class _Prompt:
     token_ids: list[int]
 
 
-def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+def _listed(values: Any, name: str) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise InvalidRequest(f"{name} is {values!r}; give one of what `LLM` takes there, or a list.", param=name)
+    return list(values)
+
+
+def _engine_config(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> EngineConfig:
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}; it must be a path or a hub id.")
     names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
     values: dict[str, Any] = {}
     for given, value in settings.items():
         if given not in names:
             raise ConfigError(f"LLM has no setting {given!r}.{nearest(given, list(names))}")
+        if names[given] in values:
+            raise ConfigError(f"LLM: {names[given]} is given twice, once as {given}; leave one out.")
         values[names[given]] = parse_value(names[given], value, "LLM")
-    return EngineConfig(model=model, **values)
+    return EngineConfig(model=os.fspath(model), **values)
 
 
 def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:

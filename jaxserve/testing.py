@@ -133,6 +133,9 @@ class CountingRunner:
         self._versions = [0] * self.num_pages
         self._slots: dict[int, _Slot] = {}
 
+    def close(self) -> None:
+        """Nothing to free: there is no device."""
+
     def run(self, plan: Plan) -> _Pending:
         """Execute the plan: admissions, page writes, then the rows in order."""
         self.num_steps += 1

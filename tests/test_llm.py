@@ -162,7 +162,11 @@ def test_one_bad_prompt_stops_the_call_before_it_starts(llm: LLM, engine: Engine
         (["fine", 7], None),
         (["fine", {"text": "x"}], None),
         (["fine", "a\ud800"], None),
+        (None, None),
+        (7, None),
         (["fine", "fine"], [GREEDY]),
+        (["fine"], 3),
+        (["fine", "fine"], iter([GREEDY])),
         (["fine"], [{"temperature": 0.0}]),
         (["fine", "fine"], [GREEDY, GREEDY.with_changes(logprobs=21)]),
     ]
@@ -192,13 +196,39 @@ def test_request_that_never_fits_leaves_the_engine_clean(llm: LLM, engine: Engin
 def test_failed_step_is_reported_and_the_next_call_works(llm: LLM, runner: Runner) -> None:
     def fail_once() -> None:
         runner.before_step = lambda: None
-        raise RuntimeError("device lost")
+        raise RuntimeError("device lost,\nin two lines")
 
     runner.before_step = fail_once
     output = llm.generate("a", GREEDY, use_tqdm=False)[0]
     assert output.outputs[0].finish_reason == "error"
-    assert output.error is not None and "device lost" in output.error
+    assert output.error == "the step failed: RuntimeError: device lost, in two lines"
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_waiting_prompts_go_on_after_a_failed_step_and_two_in_a_row_raise(llm: LLM, engine: Engine, runner: Runner) -> None:
+    prompts = [{"prompt_token_ids": [5 + i] * 20} for i in range(6)]
+    params = [SamplingParams(n=1 + i % 3, seed=i, max_tokens=4, ignore_eos=True) for i in range(6)]
+    solo = [[answer.token_ids for answer in llm.generate(prompts, params, use_tqdm=False)[i].outputs] for i in range(6)]
+    failures = [1]
+
+    def fail() -> None:
+        if failures and not failures.pop():
+            raise RuntimeError("device lost")
+
+    failures[:] = [0, 1, 1]  # taken from the end: the third step fails
+    runner.before_step = fail
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    reasons = [[answer.finish_reason for answer in output.outputs] for output in outputs]
+    assert {reason for each in reasons for reason in each} == {"error", "length"}
+    for each, output, expected in zip(reasons, outputs, solo, strict=True):
+        assert (output.error is not None) == ("error" in each)
+        for reason, answer, tokens in zip(each, output.outputs, expected, strict=True):
+            assert reason == "error" or answer.token_ids == tokens
+    failures[:] = [0, 0]
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert not engine.has_work
+    assert llm.generate(prompts, params, use_tqdm=False)[5].outputs[0].token_ids == solo[5][0]
 
 
 def test_interrupt_aborts_what_runs(llm: LLM, engine: Engine, runner: Runner) -> None:
@@ -241,6 +271,9 @@ def test_chat_uses_the_template_and_adds_no_second_bos(engine: Engine, golden_di
     assert llm.chat(talk, GREEDY, use_tqdm=False, chat_template_kwargs={"name": "bot"})[0].prompt == "<s>user: Hi\nbot:"
     with pytest.raises(InvalidRequest, match="role"):
         llm.chat([{"content": "Hi"}], GREEDY)
+    for wrong in (None, 7, ["Hi"], "Hi", [[]]):
+        with pytest.raises(InvalidRequest, match="messages"):
+            llm.chat(wrong, GREEDY)  # type: ignore[arg-type]
 
 
 def test_progress_bar(llm: LLM, runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,12 +302,14 @@ def test_close(engine: Engine, runner: Runner, tokenizer: Tokenizer) -> None:
         ({"max_modle_len": 5}, "Did you mean max_model_len"),
         ({"dtype": "int4"}, "dtype"),
         ({"block_size": 7}, "page_size"),
+        ({"block_size": 16, "page_size": 16}, "page_size is given twice"),
+        ({"model": None}, "model is None; it must be a path or a hub id"),
         ({"kv_cache_memory_bytes": "4 apples"}, "4GiB"),
     ],
 )
 def test_wrong_settings_are_found_before_anything_loads(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LLM("nowhere", **settings)
+        LLM(**{"model": "nowhere", **settings})
 
 
 def test_events_of_others_are_ignored(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

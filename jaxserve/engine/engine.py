@@ -34,6 +34,9 @@ class Runner(Protocol):
     def reset(self) -> None:
         """Reallocates pages and slot state after a failed step."""
 
+    def close(self) -> None:
+        """Frees the device."""
+
 
 class Engine:
     """Scheduler and runner, turned step by step."""
@@ -74,9 +77,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device; the engine cannot be used afterwards."""
-        close = getattr(self.runner, "close", None)
-        if close is not None:
-            close()
+        self.runner.close()
 
     def _fail(self, error: Exception) -> list[TokenEvent]:
         """Ends what was running, rebuilds device state, and goes on; a second failure in a row is raised."""
@@ -84,7 +85,6 @@ class Engine:
         self._num_failed_in_row += 1
         if self._num_failed_in_row > 1:
             raise error
-        events = self.scheduler.fail_running(f"the step failed: {type(error).__name__}: {error}")
-        self.scheduler.reset_prefix_cache()
+        events = self.scheduler.fail_running(f"the step failed: {type(error).__name__}: {' '.join(str(error).split())}")
         self.runner.reset()
         return events
