@@ -14,13 +14,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest, JaxserveError
-from jaxserve.settings import OTHER_VARIABLES, add_flags, nearest, resolve_settings
+from jaxserve.errors import ERROR_PREFIX, CheckpointError, ConfigError, InvalidRequest, JaxserveError
+from jaxserve.settings import OTHER_VARIABLES, Parser, add_flags, nearest, resolve_settings
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_tokens": (int, "Most tokens to generate for each prompt (default 16)."),
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}.{nearest(arguments[0], list(COMMANDS))} See `jaxserve --help`.")
         return COMMANDS[arguments[0]][1](arguments[1:])
     except JaxserveError as error:
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | CheckpointError | InvalidRequest) else 1
     except KeyboardInterrupt:
         return 130
@@ -97,8 +96,9 @@ def generate(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     from jaxserve.llm import LLM
+    from jaxserve.startup_report import stage_line
 
-    with LLM(**{spec.name: getattr(settings.engine, spec.name) for spec in fields(settings.engine)}) as llm:
+    with LLM.from_config(settings.engine, lambda *stage: print(stage_line(*stage), file=sys.stderr, flush=True)) as llm:
         params = llm.get_default_sampling_params().with_changes(**sampling_values)
         if arguments["chat"]:
             results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
@@ -107,14 +107,19 @@ def generate(argv: Sequence[str]) -> int:
     for result in results:
         for output in result.outputs:
             print(output.text)
-    return 0
+    failures = [result.error for result in results if result.error is not None]
+    for failure in failures:
+        print(f"{ERROR_PREFIX}{failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def convert(argv: Sequence[str]) -> int:
     """`jaxserve convert SRC DST`: the same as `python -m jaxserve.convert`."""
-    from jaxserve.convert.__main__ import main as convert_main
+    from jaxserve.convert.__main__ import add_arguments, run
 
-    return convert_main(list(argv))
+    parser = _parser("convert", "SRC DST", "Converts a checkpoint to the Orbax form that jaxserve reads.")
+    add_arguments(parser)
+    return run(argparse.Namespace(**_parse(parser, argv)))
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -163,15 +168,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 _MODEL_HELP = "A converted checkpoint, a Hugging Face directory, a GGUF file or a hub id."
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See `{self.prog} --help`.")
-
-
-def _parser(command: str, operands: str, description: str) -> _Parser:
-    return _Parser(
+def _parser(command: str, operands: str, description: str) -> Parser:
+    return Parser(
         prog=f"jaxserve {command}",
         usage=f"jaxserve {command} {operands} [flags]".replace("  ", " "),
         description=description,

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from jaxserve.config import EngineConfig, ServerConfig, range_error
 from jaxserve.errors import ConfigError
@@ -34,6 +34,14 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10,
 _SUFFIXES |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _SUFFIXES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", start=1)} | {"B": 1}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls with what is wrong."""
+        raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
 @dataclass(frozen=True)
@@ -142,8 +150,9 @@ def _read_environment(environ: Mapping[str, str], names: Mapping[str, Field[Any]
             continue
         name = _canonical(variable.removeprefix("JAXSERVE_").lower(), names)
         if name is None:
-            known = [f"JAXSERVE_{known.upper()}" for known in names] + list(OTHER_VARIABLES)
-            raise ConfigError(f"unknown environment variable {variable}.{nearest(variable, known)}")
+            known = [*(known.upper() for known in names), *(other.removeprefix("JAXSERVE_") for other in OTHER_VARIABLES)]
+            hint = nearest(variable.removeprefix("JAXSERVE_"), known).replace("mean ", "mean JAXSERVE_")
+            raise ConfigError(f"unknown environment variable {variable}.{hint}")
         values[name, variable] = text
     return values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 
 from jaxserve import SamplingParams, __version__
 from jaxserve.cli import COMMANDS, main
+from jaxserve.config import EngineConfig
 
 HEAVY = ("jax", "flax", "orbax", "transformers", "tokenizers", "numpy", "grpc", "starlette")
 
@@ -51,6 +53,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "m", "--temperature", "hot"], "invalid float value: 'hot'"),
         (["generate", "m", "hello", "--temperature", "-1"], "temperature is -1.0; it must be between 0.0 and 2.0."),
         (["bench", "througput"], "Did you mean throughput?"),
+        (["convert", "m"], "the following arguments are required: DST"),
+        (["convert", "m", "n", "--dtpye", "float16"], "unknown argument '--dtpye'. Did you mean --dtype?"),
+        (["convert", "m", "n", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
+        (["bench", "throughput", "m", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
+        (["bench", "throughput", "m", "--num-prompts", "0"], "--num-prompts holds 0; every load level must be at least 1."),
+        (["bench", "throughput", "m", "--fast"], "unrecognized arguments: --fast"),
+        (["bench", "throughput"], "the following arguments are required: model"),
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +81,15 @@ def test_a_missing_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Capture
 class EchoLLM:
     """Answers every prompt with what it was given."""
 
-    def __init__(self, model: str, **settings: object) -> None:
-        self.text = f"{model} {settings['dtype']}"
+    error: str | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.text = f"{config.model} {config.dtype}"
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, stage: Callable[[str, float, str], None]) -> EchoLLM:
+        stage("weights", 1.5, config.dtype)
+        return cls(config)
 
     def __enter__(self) -> EchoLLM:
         return self
@@ -86,7 +102,8 @@ class EchoLLM:
 
     def generate(self, prompts: list[str], params: SamplingParams) -> list[SimpleNamespace]:
         assert (params.top_k, params.temperature) == (7, 0.5)
-        return [SimpleNamespace(outputs=[SimpleNamespace(text=f"{self.text} {prompt}") for _ in range(params.n)]) for prompt in prompts]
+        outputs = [[SimpleNamespace(text=f"{self.text} {prompt}") for _ in range(params.n)] for prompt in prompts]
+        return [SimpleNamespace(outputs=each, error=self.error) for each in outputs]
 
     def chat(self, messages: list[list[dict[str, str]]], params: SamplingParams) -> list[SimpleNamespace]:
         return self.generate([f"{message['role']}: {message['content']}" for conversation in messages for message in conversation], params)
@@ -106,4 +123,13 @@ def test_generate_prints_only_text(
     monkeypatch.setattr("jaxserve.llm.LLM", EchoLLM)
     monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     assert main(["generate", "m", *arguments, "--temperature", "0.5", "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out == expected
+    captured = capsys.readouterr()
+    assert captured.out == expected
+    assert captured.err.split() == ["weights", "1.50", "s", "float32"], "stages of start-up go to stderr"
+
+
+def test_generate_tells_of_a_failed_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("jaxserve.llm.LLM", EchoLLM)
+    monkeypatch.setattr(EchoLLM, "error", "the step failed")
+    assert main(["generate", "m", "a", "--temperature", "0.5"]) == 1
+    assert capsys.readouterr().err.endswith("jaxserve: error: the step failed\n")

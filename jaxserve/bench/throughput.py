@@ -20,11 +20,13 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.settings import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark with command-line arguments."""
-    parser = argparse.ArgumentParser(prog="jaxserve bench throughput", description="Offline throughput of one model.")
+    parser = Parser(prog="jaxserve bench throughput", description="Offline throughput of one model.")
     parser.add_argument("model")
     parser.add_argument("--input-len", type=int, default=128, help="Prompt tokens of each request.")
     parser.add_argument("--output-len", type=int, default=128, help="Output tokens of each request.")
@@ -34,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the random prompts.")
     args = parser.parse_args(argv)
+    for name, value in [("input-len", args.input_len), ("output-len", args.output_len), ("repeats", args.repeats)]:
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    if min(args.num_prompts) < 1:
+        raise ConfigError(f"--num-prompts holds {min(args.num_prompts)}; every load level must be at least 1.")
     # Prefix hits between repeats would measure the cache instead of the model.
     config = EngineConfig(model=args.model, dtype=args.dtype, device=args.device, enable_prefix_caching=False)
     engine = build_engine(config)
