@@ -121,12 +121,8 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
         link = await start_link_server(loop, engine.info, address)
         front_end = FrontEnd(ServerConfig(port=0, grpc_port=0, served_model_name=("counting", "alias")), address)
         endpoints = await front_end.start()
-        servers.append(
-            Server(
-                engine, runner, Tokenizer.from_directory(model_path), endpoints.http or "", endpoints.grpc or "", loop, front_end,
-                asyncio.get_running_loop(), failures,
-            )  # fmt: skip
-        )
+        tokenizer, aio_loop = Tokenizer.from_directory(model_path), asyncio.get_running_loop()
+        servers.append(Server(engine, runner, tokenizer, endpoints.http or "", endpoints.grpc or "", loop, front_end, aio_loop, failures))
         started.set()
         await stop.wait()
         await front_end.stop()

@@ -62,10 +62,10 @@ class Running:
 @contextmanager
 def serving(model_path: Path, log: Path, *, port: int = 0, grpc_port: int = 0, **environment: str) -> Iterator[Running]:
     command = [sys.executable, "-c", SCRIPT, str(ROOT / "tests/serve/counting_engine.py"), str(model_path), str(port), str(grpc_port)]
+    # A killed supervisor leaves its socket's directory behind: where the test's other files are.
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent), **environment}
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, stderr=stream, stdout=stream, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, text=True
-        )
+        process = subprocess.Popen(command, stderr=stream, stdout=stream, env=variables, text=True)
     try:
         yield Running(process, log)
     finally:
@@ -107,6 +107,7 @@ def test_a_dead_child_ends_the_other_with_a_message(model_path, tmp_path, victim
         assert server.wait() == 1
         assert f"{name} was killed by SIGKILL" in server.text()
         assert not any(child.is_running() for child in children)
+        assert not list(tmp_path.glob("jaxserve-*"))
 
 
 def test_killing_the_parent_ends_the_children(model_path, tmp_path):
