@@ -42,6 +42,8 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
             f"priority is {priority}, but the scheduling policy is {info.scheduling_policy}; start with --scheduling-policy priority.",
             param="priority",
         )
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority is {priority}; it must be between -2^31 and 2^31 - 1.", param="priority")
     rest = info.max_model_len - num_prompt
     max_tokens = rest if params.max_tokens is None else min(params.max_tokens, rest)
     if params.min_tokens > max_tokens:
@@ -63,8 +65,10 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> Non
 
 
 def _check_logprobs(value: int | None, name: str, info: EngineInfo) -> None:
-    if value is None or info.max_logprobs == -1:
+    has_limit = info.max_logprobs != -1
+    if value is None or (value == -1 and not has_limit):
         return
-    if value == -1 or value > info.max_logprobs:
+    limit = info.max_logprobs if has_limit else info.vocab_size
+    if value == -1 or value > limit:
         given = "the whole vocabulary" if value == -1 else str(value)
-        raise InvalidRequest(f"{name} asks for {given}; at most {info.max_logprobs} are allowed (--max-logprobs).", param=name)
+        raise InvalidRequest(f"{name} asks for {given}; at most {limit} are allowed (--max-logprobs).", param=name)
