@@ -7,6 +7,7 @@ its requests aborted before the next step. Knows no sockets and no text. Next: `
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -206,7 +207,8 @@ class EngineLoop:
         with self._connect_lock:
             self._failure = reason
         while not self._inbox.empty():
-            self._inbox.get_nowait()()
+            with contextlib.suppress(Exception):  # an engine that has failed may fail at anything
+                self._inbox.get_nowait()()
         for client in self._clients:
             output = self._output(client)
             output.failure = reason

@@ -115,6 +115,26 @@ def test_a_fatal_step_tells_every_client(engine):
     assert "device lost" in (late.get(timeout=TIMEOUT_S).failure or "")
 
 
+def test_a_broken_engine_that_cannot_abort_still_ends_in_order(engine, monkeypatch):
+    def fail(*_):
+        raise AssertionError("broken")
+
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    loop = EngineLoop(engine, on_failure=failures.put)
+    loop.start()
+    (one, _), (_, two_outputs) = connect(loop), connect(loop)
+    one.add(request("a"))
+    monkeypatch.setattr(engine, "abort", fail)
+    loop._inbox.put(fail)  # ends the loop; what follows is still in the inbox
+    one.close()
+    _, late_outputs = connect(loop)
+    assert isinstance(failures.get(timeout=TIMEOUT_S), AssertionError)
+    for outputs in (two_outputs, late_outputs):
+        while (output := outputs.get(timeout=TIMEOUT_S)).failure is None:
+            pass
+        assert "broken" in output.failure
+
+
 def test_stop_ends_open_requests(engine):
     loop = EngineLoop(engine)
     loop.start()
