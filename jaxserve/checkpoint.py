@@ -226,4 +226,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path} is not a converted checkpoint ({'no manifest.json' if path.exists() else 'it does not exist'}).{hint}"
         )
     manifest_path = path / MANIFEST_NAME
-    return Checkpoint(path, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), manifest_path))
+    try:
+        text = manifest_path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise CheckpointError(f"{manifest_path} cannot be read: {error}") from error
+    return Checkpoint(path, Manifest.from_json(text, manifest_path))

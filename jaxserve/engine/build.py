@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +179,7 @@ def _plan_memory(
         page_bytes=bytes_per_page,
         num_pages=num_pages,
         page_size=config.page_size,
-        reason=budget.reason,
+        reason="num_pages" if config.num_pages is not None else budget.reason,
     )
     return replace(shape, num_pages=num_pages, max_model_len=max_model_len), plan
 
@@ -216,7 +216,7 @@ def _engine_info(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, 
         dtype=dtype,
         max_model_len=shape.max_model_len,
         vocab_size=spec.vocab_size,
-        eos_token_ids=tuple(sorted(checkpoint.eos_token_ids)),
+        eos_token_ids=servable_eos_ids(checkpoint.eos_token_ids, spec.vocab_size),
         bos_token_id=next(iter(spec.bos_token_ids), None),
         pad_token_id=checkpoint.generation_config.get("pad_token_id"),
         max_logprobs=config.max_logprobs,
@@ -230,6 +230,11 @@ def _engine_info(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, 
         default_sampling_params=default_sampling_params(checkpoint.generation_config) if config.generation_config == "auto" else {},
         **facts,
     )
+
+
+def servable_eos_ids(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Those that the model can sample. A tokenizer may have more tokens than the embedding has rows."""
+    return tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:

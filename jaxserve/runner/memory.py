@@ -39,10 +39,11 @@ NUM_PAGES_FILE = "num_pages.json"
 
 
 class Budget(NamedTuple):
-    """Bytes for KV pages, and where the figure comes from."""
+    """Bytes for KV pages, where the figure comes from, and what pages may take at the very most (None: not known)."""
 
     size_bytes: int
     reason: str
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +96,21 @@ def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0,
     weights, state and temporaries leave, but 1 GiB.
 
     Raises:
-        ConfigError: The configured size is more than there is, or the GPU has nothing left.
+        ConfigError: The configured size is more than there is, or state and temporaries leave nothing.
     """
     if device.platform == "cpu":
-        free = free_host_bytes()
-        default = Budget(min(CPU_DEFAULT_BYTES, free // 4), "the default of 1 GiB" if free >= 4 * GIB else "a quarter of the free memory")
+        free = free_host_bytes() - state_bytes - temporaries_bytes
+        reason = "the default of 1 GiB" if free >= 4 * GIB else "a quarter of the free memory"
+        default = Budget(min(CPU_DEFAULT_BYTES, free // 4), reason, free)
     else:
         stats = device.memory_stats() or {}
         free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
-        default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves")
+        default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves", free)
+    if free <= 0:
+        raise ConfigError(
+            f"slot and penalty state take {_gib(state_bytes)}, temporaries {_gib(temporaries_bytes)}: {_gib(-free)} more than is free. "
+            "Lower --max-num-seqs, --max-penalty-slots, --max-num-batched-tokens or --max-model-len."
+        )
     if config.kv_cache_memory_bytes is None:
         return default
     if config.kv_cache_memory_bytes > free:
@@ -111,7 +118,7 @@ def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0,
             f"kv_cache_memory_bytes is {_gib(config.kv_cache_memory_bytes)}, but {_gib(free)} are free beside the model. "
             "Give a smaller --kv-cache-memory-bytes."
         )
-    return Budget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+    return Budget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes", free)
 
 
 def free_host_bytes() -> int:
@@ -134,9 +141,15 @@ def choose_num_pages(config: EngineConfig, budget: Budget, bytes_per_page: int, 
         cache_directory: The compile cache, beside whose programs the number is kept; None keeps nothing.
 
     Raises:
-        ConfigError: Not even one page fits.
+        ConfigError: Not even one page fits, or fewer than were asked for.
     """
     if config.num_pages is not None:
+        needed = config.num_pages * bytes_per_page
+        if budget.free_bytes is not None and needed > budget.free_bytes:
+            raise ConfigError(
+                f"num_pages is {config.num_pages:,}, which take {_gib(needed)}, but {_gib(budget.free_bytes)} are free beside the model. "
+                f"Give --num-pages {budget.free_bytes // bytes_per_page:,} or fewer."
+            )
         return config.num_pages
     fitting = budget.size_bytes // bytes_per_page
     if fitting < MIN_PAGES:

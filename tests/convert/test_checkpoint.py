@@ -43,6 +43,12 @@ def test_damaged_manifest(copy, text):
         open_checkpoint(copy)
 
 
+def test_manifest_that_is_no_text(copy):
+    (copy / "manifest.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_checkpoint(copy)
+
+
 def test_damaged_array(copy):
     checkpoint = open_checkpoint(copy)
     chunk = copy / "weights" / "state" / "norm.weight" / "c" / "0"

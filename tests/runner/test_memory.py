@@ -89,6 +89,15 @@ def test_gpu_gets_its_share_less_model_state_and_reserve() -> None:
     assert "0.92" in budget.reason
 
 
+def test_state_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 8 * GIB)
+    gpu: Any = FakeGPU(limit=8 * GIB, in_use=4 * GIB)
+    for device in (jax.devices("cpu")[0], gpu):
+        with pytest.raises(ConfigError, match=r"state take 9\.00 GiB.*--max-num-seqs"):
+            kv_budget(CONFIG, device, state_bytes=9 * GIB)
+    assert kv_budget(CONFIG, jax.devices("cpu")[0], state_bytes=6 * GIB).size_bytes == GIB // 2
+
+
 def test_a_configured_size_is_used_and_must_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 8 * GIB)
     config = EngineConfig(model="m", kv_cache_memory_bytes=5 * GIB)
@@ -125,6 +134,9 @@ def test_the_last_number_is_used_again_while_it_fits(tmp_path: Path) -> None:
 def test_num_pages_can_be_given_and_must_exist(tmp_path: Path) -> None:
     config = EngineConfig(model="m", num_pages=21)
     assert choose_num_pages(config, Budget(10, "x"), 10, key="k", cache_directory=tmp_path) == 21
+    assert choose_num_pages(config, Budget(10, "x", 210), 10, key="k", cache_directory=tmp_path) == 21
+    with pytest.raises(ConfigError, match="num_pages is 21.*Give --num-pages 20 or fewer"):
+        choose_num_pages(config, Budget(10, "x", 209), 10, key="k", cache_directory=tmp_path)
     assert choose_num_pages(CONFIG, Budget(670, "x"), 10, key="k", cache_directory=None) == 66
     for size in (19, -5):
         with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
