@@ -55,7 +55,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output `[T, D]` in the dtype of `x`, and the pages with the step's keys and values."""
         num_tokens, g = x.shape[0], self.num_query_groups
-        qkv = linear(x, self.qkv[...], self.qkv_bias.get_value())  # [T, K, G + 2, H]
+        qkv = linear(x, self.qkv[...], self.qkv_bias.get_value(), backend=self.backend)  # [T, K, G + 2, H]
         q = rotate(qkv[:, :, :g].reshape(num_tokens, self.num_heads, self.head_dim), inputs.cos, inputs.sin)
         k = rotate(qkv[:, :, g], inputs.cos, inputs.sin)
         pages = write_kv(pages, k, qkv[:, :, g + 1], inputs.write_page, inputs.write_offset)
@@ -72,4 +72,5 @@ class Attention(nnx.Module):
             window=self.window,
             implementation=self.backend,
         )
-        return linear(attended.reshape(num_tokens, -1), self.out[...], self.out_bias.get_value()), pages
+        out = linear(attended.reshape(num_tokens, -1), self.out[...], self.out_bias.get_value(), backend=self.backend)
+        return out, pages

@@ -46,6 +46,7 @@ class Decoder(nnx.Module):
     Attributes:
         spec: What the model is.
         dtype: Of the activations, the residual stream included.
+        backend: Implementation of the head's product, a name of `pallas_kernels.dispatch`.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Decoder(nnx.Module):
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Float[Array, "V D"] | None,
+        *,
+        backend: str | None = None,
     ) -> None:
-        self.spec, self.dtype = spec, jnp.dtype(dtype)
+        self.spec, self.dtype, self.backend = spec, jnp.dtype(dtype), backend
         self.embed, self.layers, self.norm, self.head = nnx.Param(embed), nnx.List(layers), norm, nnx.Param(head)
 
     def forward(self, token_ids: Int32[Array, "T"], ctx: AttentionInputs, pages: KVPages, *, is_decode: bool) -> tuple[jax.Array, KVPages]:
@@ -98,7 +101,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
         """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
         head = self.head.get_value()
-        return linear(hidden, self.embed[...] if head is None else head, out_dtype=jnp.float32)
+        return linear(hidden, self.embed[...] if head is None else head, out_dtype=jnp.float32, backend=self.backend)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

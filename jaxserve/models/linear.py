@@ -1,7 +1,7 @@
 """The one place where activations meet a weight matrix: every projection and the LM head go through `linear`.
 
-A weight is stored with its input axis last, `[*out, in]`, as checkpoints store it: XLA:CPU multiplies that orientation by few
-rows fastest in bfloat16, and a tied head needs it anyway. Knows nothing of layers.
+A weight is stored with its input axis last, `[*out, in]`, as checkpoints store it: kernels read that orientation where it lies,
+and a tied head needs it anyway. Knows nothing of layers; the product itself is `pallas_kernels.linear`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+import pallas_kernels
 
 
 def linear(
@@ -21,19 +21,16 @@ def linear(
     bias: Float[Array, "*out"] | None = None,
     *,
     out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """`x @ weight.T + bias` over the last axis of both. Returns `[T, *out]` in `out_dtype`, by default that of `x`.
 
     Sums are kept in float32. Where the weight is wider than `x` (float16 on CPU, see `load.storage_dtype`), `x` is widened.
+    `backend` is a name of `pallas_kernels.dispatch`; None is the best available.
     """
-    dtype = x.dtype if out_dtype is None else out_dtype
     # A weight with several output axes would be transposed whole before the dot; as a matrix it is used where it lies.
-    matrix = weight.reshape(math.prod(weight.shape[:-1]), weight.shape[-1])
-    out = lax.dot_general(
-        x.astype(weight.dtype),
-        matrix,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.promote_types(weight.dtype, dtype),
-    ).astype(dtype)
-    out = out.reshape(x.shape[0], *weight.shape[:-1])
-    return out if bias is None else out + bias.astype(dtype)[None]
+    num_outputs = math.prod(weight.shape[:-1])
+    matrix = weight.reshape(num_outputs, weight.shape[-1])
+    flat_bias = None if bias is None else bias.reshape(num_outputs)
+    out = pallas_kernels.linear(x, matrix, flat_bias, out_dtype=out_dtype, implementation=backend)
+    return out.reshape(x.shape[0], *weight.shape[:-1])

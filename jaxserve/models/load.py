@@ -35,7 +35,8 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
         read: Gives a logical tensor by name, of any float dtype; raises KeyError for one that is not there.
         dtype: Of the activations, and of the weights except where `storage_dtype` says otherwise.
         device: Where the weights go; None is JAX's default device.
-        attention: Attention implementation, a name of `pallas_kernels.dispatch`; None is the best available.
+        attention: Implementation of attention and of the products with weights, a name of `pallas_kernels.dispatch`; None is
+            the best available.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape than the config says.
@@ -50,6 +51,7 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
         layers=[_load_layer(loader, spec, i, attention) for i in range(spec.num_layers)],
         norm=RMSNorm(loader.tensor("norm.weight"), spec.norm_eps),
         head=head,
+        backend=attention,
     )
 
 
@@ -150,5 +152,6 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, attention: str | N
             down=loader.tensor(f"layers.{layer}.mlp.down_proj.weight"),
             gate_up_bias=gate_up("bias") if spec.biases.mlp else None,
             down_bias=loader.tensor(f"layers.{layer}.mlp.down_proj.bias") if spec.biases.mlp else None,
+            backend=attention,
         ),
     )
