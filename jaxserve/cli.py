@@ -187,7 +187,8 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = parser.parse_known_args(list(argv))
+    # Intermixed: by default, argparse ends the list of prompts at the first flag.
+    namespace, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         raise ConfigError(f"unknown argument {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], known)} See `{parser.prog} --help`.")

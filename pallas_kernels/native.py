@@ -68,7 +68,7 @@ def _compiler() -> str:
 
 def _cache_directory() -> Path:
     root = os.environ.get("JAXSERVE_CACHE")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+    base = Path(root).expanduser() if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
     directory = base / "native"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # What lies here is loaded as code, so nobody else may be able to put something here.

@@ -115,6 +115,8 @@ class EchoLLM:
         (["a", "b", "-n", "2"], "", "m float32 a\nm float32 a\nm float32 b\nm float32 b\n"),
         ([], "two\nlines\n", "m float32 two\nlines\n"),
         (["hello", "--chat"], "", "m float32 user: hello\n"),
+        (["--chat", "hello"], "", "m float32 user: hello\n"),
+        (["a", "--seed", "3", "b", "--no-enable-prefix-caching", "c"], "", "m float32 a\nm float32 b\nm float32 c\n"),
     ],
 )
 def test_generate_prints_only_text(
