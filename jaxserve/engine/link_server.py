@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -23,6 +23,7 @@ from jaxserve.engine.loop import EngineLoop, LoopClient, Output, StepEngine
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 2**20
+SPLIT_BYTES = MAX_MESSAGE_BYTES // 8
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 
 
@@ -54,7 +55,8 @@ class LinkService(link_pb2_grpc.EngineLinkServicer):
         logger.info("a front end connected")
         try:
             while (output := await outbox.get()) is not None:
-                yield _encode_output(output)
+                for message in _messages(output):
+                    yield message
                 if output.failure is not None:
                     return
         finally:
@@ -85,12 +87,19 @@ def _add(client: LoopClient, add: link_pb2.Add) -> None:
         client.add(request)
 
 
-def _encode_output(output: Output) -> link_pb2.FromEngine:
-    return link_pb2.FromEngine(
-        events=[link_codec.encode_event(event) for event in output.events],
-        rejections=[link_codec.encode_rejection(request_id, error) for request_id, error in output.rejections],
-        failure=output.failure or "",
-    )
+def _messages(output: Output) -> Iterator[link_pb2.FromEngine]:
+    """The output as one message, or as several where log-probabilities would make it too large for the link."""
+    message, size = link_pb2.FromEngine(), 0
+    for event in output.events:
+        encoded = link_codec.encode_event(event)
+        message.events.append(encoded)
+        size += encoded.ByteSize() if event.logprobs or event.prompt_logprobs else 0
+        if size > SPLIT_BYTES:
+            yield message
+            message, size = link_pb2.FromEngine(), 0
+    message.rejections.extend(link_codec.encode_rejection(request_id, error) for request_id, error in output.rejections)
+    message.failure = output.failure or ""
+    yield message
 
 
 async def start_link_server(loop: EngineLoop, info: EngineInfo, address: str) -> grpc.aio.Server:

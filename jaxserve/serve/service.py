@@ -39,6 +39,9 @@ LONG_TEXT = 64 * 2**10
 """Texts of more characters, and more token ids, than this have a thread of their own: nobody else's text waits behind them."""
 MAX_TEXT_CHARS = 4 * 2**20
 """Longest text that is tokenized where the context sets no limit: seconds of work."""
+FEW_LOGPROBS = 20
+MAX_MANY_LOGPROBS = 2**21
+"""Log-probabilities in one call that asks for more than FEW_LOGPROBS for a token: seconds of work to write down."""
 ABORT_S = 1.0
 """Time for aborted calls to hear of it."""
 
@@ -169,7 +172,9 @@ class Service:
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> list[SamplingParams]:
         """Each prompt's parameters, as the engine will use them; raises InvalidRequest."""
         check_num_sequences(len(prompts), params.n)
-        return [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
+        checked = [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
+        _check_num_logprobs(prompts, checked, self.info.vocab_size)
+        return checked
 
     async def generate(
         self,
@@ -257,6 +262,20 @@ def check_num_sequences(num_prompts: int, n: int = 1) -> None:
             f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; one call may have {MAX_SEQUENCES_PER_CALL}.",
             param="prompt" if n == 1 else "n",
         )
+
+
+def _check_num_logprobs(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], vocab_size: int) -> None:
+    """Raises InvalidRequest when whole vocabularies are wanted of too many tokens; the parameters are checked."""
+    outputs = sum(one.n * (one.max_tokens or 0) for one in params)
+    for name, num_tokens in (("logprobs", outputs), ("prompt_logprobs", sum(map(len, prompts)))):
+        asked = getattr(params[0], name) or 0
+        width = vocab_size if asked == -1 else asked
+        if width > FEW_LOGPROBS and num_tokens * width > MAX_MANY_LOGPROBS:
+            raise InvalidRequest(
+                f"{name} asks for {width} values for each of up to {num_tokens} tokens; {MAX_MANY_LOGPROBS} values fit into one call: "
+                f"ask for at most {FEW_LOGPROBS}, or for fewer tokens.",
+                param=name,
+            )
 
 
 def truncate_prompt(token_ids: list[int], limit: int | None, info: EngineInfo, *, side: str = "left") -> list[int]:

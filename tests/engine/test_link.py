@@ -17,10 +17,10 @@ from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
-from jaxserve.engine import link_codec
+from jaxserve.engine import link_codec, link_server
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.engine.link_server import start_link_server
-from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.loop import EngineLoop, Output
 from jaxserve.errors import EngineUnavailable, InvalidRequest
 
 
@@ -101,6 +101,18 @@ def test_absent_fields_stay_absent():
 )  # fmt: skip
 def test_events_keep_every_field(event):
     assert link_codec.decode_event(link_codec.encode_event(event)) == event
+
+
+def test_a_large_output_is_several_messages(monkeypatch):
+    monkeypatch.setattr(link_server, "SPLIT_BYTES", 100)
+    wide = [Logprobs(1, -1.0, 1, list(range(20)), [-1.0] * 20)]
+    counts = {"num_prompt_tokens": 1, "num_cached_tokens": 0}
+    events = [TokenEvent(request_id=f"{i}", index=0, token_ids=[i], logprobs=wide if i % 2 else None, **counts) for i in range(6)]
+    output = Output(events=events, rejections=[("a", InvalidRequest("no"))], failure="gone")
+    messages = list(link_server._messages(output))
+    assert [len(message.events) for message in messages] == [2, 2, 2, 0]
+    assert [link_codec.decode_event(event) for message in messages for event in message.events] == events
+    assert [(len(message.rejections), message.failure) for message in messages] == [(0, "")] * 3 + [(1, "gone")]
 
 
 def test_generate_yields_all_events_of_all_sequences(engine, engine_info):

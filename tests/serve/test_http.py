@@ -1,5 +1,6 @@
 """The OpenAI endpoints, through the real `openai` client where it can say it and raw HTTP where it cannot."""
 
+import dataclasses
 import json
 import socket
 import threading
@@ -510,3 +511,17 @@ def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
     assert one["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5)  # greedy, from the model's generation config
     seeded = post(fresh_server, "/v1/completions", body | {"temperature": 1, "seed": 4})[1]
     assert seeded["choices"][0]["token_ids"] == fresh_server.output_ids([5, 7], 5, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logprobs": -1, "max_tokens": 3}, None), ({"logprobs": -1, "max_tokens": 4}, "logprobs"), ({"logprobs": 20, "max_tokens": 200}, None),
+     ({"prompt_logprobs": -1, "prompt": [5] * 3}, None), ({"prompt_logprobs": -1, "prompt": [5] * 4}, "prompt_logprobs"),
+     ({"prompt_logprobs": -1, "prompt": [[5]] * 4}, "prompt_logprobs"), ({"logprobs": 21, "n": 20, "seed": 1, "temperature": 1}, "logprobs")],
+)  # fmt: skip
+def test_whole_vocabularies_are_limited(fresh_server, monkeypatch, fields, param):
+    monkeypatch.setattr("jaxserve.serve.service.MAX_MANY_LOGPROBS", 1000)  # 3 tokens of 320
+    client = fresh_server.front_end._client
+    client.info = dataclasses.replace(client.info, max_logprobs=-1)
+    status, answer = post(fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5} | fields)
+    assert (status, answer["error"]["param"] if param else None) == (400 if param else 200, param), answer
