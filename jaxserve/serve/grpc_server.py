@@ -168,6 +168,7 @@ class GrpcServer:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{self.port}")
         except RuntimeError as error:
+            await self._server.stop(None)
             raise ConfigError(f"--grpc-port {self.port} on {self._host} cannot be used: {error}") from None
         await self._server.start()
         await self.set_serving(True)

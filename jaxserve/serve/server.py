@@ -144,7 +144,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"{flag} {port} on {host} cannot be used: {error.strerror}; choose another port.") from None
+        raise ConfigError(f"{flag} {port} on {host} cannot be used: {error.strerror}; choose another {flag} or --host.") from None
     return sock
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.child_process import set_up_logging
 from jaxserve.engine.info import EngineInfo
+from jaxserve.errors import ConfigError
 from jaxserve.serve.server import bind
 from jaxserve.startup_report import changed_settings, curl_line, stage_line, summary
 
@@ -97,7 +98,7 @@ def serve(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]
         origins: Where each setting that is not a default came from, to be printed.
 
     Raises:
-        ConfigError: A port is taken; nothing was started.
+        ConfigError: A port is taken, or both are one; nothing was started.
     """
     set_up_logging()
     python = [sys.executable, "-m"]
@@ -113,6 +114,8 @@ async def supervise(
     changes: Sequence[tuple[str, str, str]] = (),
 ) -> int:
     """Runs the two commands as described above; each gets its orders as one JSON argument. `changes` are printed at the end of start-up."""
+    if server.port == server.grpc_port != 0 and not (server.grpc_only or server.http_only):
+        raise ConfigError(f"--port and --grpc-port are both {server.port}; give HTTP and gRPC different ports.")
     for is_open, port, flag in ((not server.grpc_only, server.port, "--port"), (not server.http_only, server.grpc_port, "--grpc-port")):
         if is_open:
             bind(server.host, port, flag).close()

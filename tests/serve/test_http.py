@@ -515,10 +515,16 @@ def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"logprobs": -1, "max_tokens": 3}, None), ({"logprobs": -1, "max_tokens": 4}, "logprobs"), ({"logprobs": 20, "max_tokens": 200}, None),
-     ({"prompt_logprobs": -1, "prompt": [5] * 3}, None), ({"prompt_logprobs": -1, "prompt": [5] * 4}, "prompt_logprobs"),
-     ({"prompt_logprobs": -1, "prompt": [[5]] * 4}, "prompt_logprobs"), ({"logprobs": 21, "n": 20, "seed": 1, "temperature": 1}, "logprobs")],
-)  # fmt: skip
+    [
+        ({"logprobs": -1, "max_tokens": 3}, None),
+        ({"logprobs": -1, "max_tokens": 4}, "logprobs"),
+        ({"logprobs": 20, "max_tokens": 200}, None),
+        ({"logprobs": 21, "n": 20, "temperature": 1}, "logprobs"),
+        ({"prompt_logprobs": -1, "prompt": [5] * 3}, None),
+        ({"prompt_logprobs": -1, "prompt": [5] * 4}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1, "prompt": [[5]] * 4}, "prompt_logprobs"),
+    ],
+)
 def test_whole_vocabularies_are_limited(fresh_server, monkeypatch, fields, param):
     monkeypatch.setattr("jaxserve.serve.service.MAX_MANY_LOGPROBS", 1000)  # 3 tokens of 320
     client = fresh_server.front_end._client

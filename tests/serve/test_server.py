@@ -107,3 +107,18 @@ def test_a_front_end_ends_by_itself_when_its_engine_is_lost(server, tmp_path, mo
         return await asyncio.wait_for(running, 10)
 
     assert asyncio.run(run()) == 1
+
+
+def test_a_grpc_port_taken_while_the_engine_loads_is_an_error(server, tmp_path):
+    async def start() -> None:
+        address = f"unix:{tmp_path}/engine.sock"
+        link = await link_for(server, address)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            front_end = FrontEnd(ServerConfig(port=0, grpc_port=port, grpc_only=True), address)
+            with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
+                await front_end.start()
+            await front_end._client.close()
+            await link.stop(None)
+
+    asyncio.run(start())

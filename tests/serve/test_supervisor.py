@@ -130,6 +130,12 @@ def test_a_busy_port_ends_the_start_naming_the_flag(model_path, tmp_path, flag):
             assert f"{flag} {port} on 127.0.0.1 cannot be used" in server.text()
 
 
+def test_one_port_for_both_doors_is_refused_at_once(model_path, tmp_path):
+    with serving(model_path, tmp_path / "log", port=8123, grpc_port=8123) as server:
+        assert server.wait() == 2
+        assert "--port and --grpc-port are both 8123" in server.text()
+
+
 def test_an_engine_that_cannot_start_ends_the_server_with_its_status(model_path, tmp_path):
     with serving(model_path, tmp_path / "log", COUNTING_ENGINE_FAILS="1") as server:
         assert server.wait() == 2
