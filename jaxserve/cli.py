@@ -50,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}.{nearest(arguments[0], list(COMMANDS))} See `jaxserve --help`.")
-        return COMMANDS[arguments[0]][1](arguments[1:])
+        status = COMMANDS[arguments[0]][1](arguments[1:])
+        sys.stdout.flush()
+        return status
     except JaxserveError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | CheckpointError | InvalidRequest) else 1
+    except BrokenPipeError:  # the reader, such as `head`, has enough; the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -71,6 +71,15 @@ def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert captured.err.count("\n") == 1
 
 
+def test_a_reader_that_has_enough_is_no_traceback() -> None:
+    process = subprocess.Popen([sys.executable, "-m", "jaxserve", "bench", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+
+
 def test_a_missing_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "none")]) == 2
     captured = capsys.readouterr()

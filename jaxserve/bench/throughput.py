@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.settings import Parser
+from jaxserve.startup_report import stage_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--num-prompts holds {min(args.num_prompts)}; every load level must be at least 1.")
     # Prefix hits between repeats would measure the cache instead of the model.
     config = EngineConfig(model=args.model, dtype=args.dtype, device=args.device, enable_prefix_caching=False)
-    engine = build_engine(config)
+    engine = build_engine(config, lambda *stage: print(stage_line(*stage), file=sys.stderr, flush=True))
     try:
         rows = [_level(engine, count, args) for count in args.num_prompts]
     finally:
