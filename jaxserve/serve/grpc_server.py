@@ -1,6 +1,6 @@
 """The gRPC door: `vllm.grpc.engine.VllmEngine` as the `smg-grpc-proto` package defines it, health and reflection.
 
-RPCs that are not served answer UNIMPLEMENTED (the generated base class does that). A cancelled call or a passed deadline cancels
+RPCs that are not served answer UNIMPLEMENTED. A cancelled call or a passed deadline cancels
 the handler, and with it the work in the engine. What the messages mean is `grpc_messages`'s. Next: `service`.
 """
 
@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -123,6 +123,16 @@ class VllmEngine(VllmEngineServicer):
             is_last = start + TOKENIZER_CHUNK_BYTES >= len(data)
             sha256 = hashlib.sha256(data).hexdigest() if is_last else ""
             yield common_pb2.GetTokenizerChunk(data=data[start : start + TOKENIZER_CHUNK_BYTES], sha256=sha256)
+
+
+async def _not_served(engine: VllmEngine, request: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the call")
+
+
+# The generated base class refuses them too, but with a traceback in the log each time, and gateways ask again and again.
+for _method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods:
+    if _method.name not in vars(VllmEngine):
+        setattr(VllmEngine, _method.name, _not_served)
 
 
 def zip_tokenizer(directory: Path) -> bytes:

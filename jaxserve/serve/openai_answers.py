@@ -158,8 +158,11 @@ class Chat:
             "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
-        params = service.sampling_params(fields)
-        service.check([prompt], params, priority=body.priority or 0)
+        try:
+            params = service.sampling_params(fields)
+            service.check([prompt], params, priority=body.priority or 0)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param=body.name_of(error.param)) from None
         return cls(service, body, prompt, params)
 
     def deltas(self) -> AsyncGenerator[Delta]:

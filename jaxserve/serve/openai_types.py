@@ -181,6 +181,12 @@ class ChatBody(_GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def name_of(self, param: str | None) -> str | None:
+        """What the client called a sampling parameter."""
+        if param == "logprobs":
+            return "top_logprobs"
+        return "max_completion_tokens" if param == "max_tokens" and self.max_completion_tokens is not None else param
+
     def check_together(self) -> None:
         """As above, and top_logprobs needs logprobs."""
         super().check_together()

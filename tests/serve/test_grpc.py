@@ -229,10 +229,17 @@ def test_health_and_reflection(server, stub):
         assert "vllm.grpc.engine.VllmEngine" in [service.name for service in answer.list_services_response.service]
 
 
-def test_rpcs_that_are_not_served_say_so(stub):
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.Embed(pb.EmbedRequest(), timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+def test_rpcs_that_are_not_served_say_so_without_a_traceback(stub, caplog):
+    calls = [
+        lambda: stub.Embed(pb.EmbedRequest(), timeout=TIMEOUT_S),
+        lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
+        lambda: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not caplog.records
 
 
 def test_a_failed_step_is_a_complete_with_error(fresh_server):

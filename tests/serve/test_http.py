@@ -323,6 +323,10 @@ BAD_CHATS = {
     "template": ({"chat_template": "x"}, "chat_template"),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
     "logprobs number": ({"logprobs": 3}, "logprobs"),
+    "many top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "negative top_logprobs": ({"logprobs": True, "top_logprobs": -5}, "top_logprobs"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "no completion tokens": ({"max_completion_tokens": 0}, "max_completion_tokens"),
     "both prompts": ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 }
 
