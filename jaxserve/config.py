@@ -92,6 +92,9 @@ class ServerConfig:
     grpc_port: int = setting(50051, "gRPC port; 0 picks a free one.", group="server", low=0, high=65535)
     http_only: bool = setting(False, "Serve no gRPC.", group="server")
     grpc_only: bool = setting(False, "Serve no HTTP.", group="server")
+    otlp_traces_endpoint: str | None = setting(
+        None, "OTLP/gRPC collector to send a span of each request to, such as http://localhost:4317; needs the extra otel.", group="server"
+    )
     served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
 
     def __post_init__(self) -> None:

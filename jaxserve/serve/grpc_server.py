@@ -27,6 +27,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer, ad
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, response_for
 from jaxserve.serve import grpc_messages
 from jaxserve.serve.service import Service, truncate_prompt
+from jaxserve.serve.tracing import caller_headers
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class VllmEngine(VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
         """Tokens for one prompt; see `grpc_messages.Answer` for what is sent when."""
         failure: Exception
+        caller_headers.set({key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})
         try:
             prompt = await self._prompt(request)
             params = grpc_messages.sampling_params(request.sampling_params)

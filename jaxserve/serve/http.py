@@ -26,6 +26,7 @@ from jaxserve.serve.openai_answers import Chat, Completion, Usage, chat_prompt, 
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxserve.serve.service import Service
 from jaxserve.serve.sse import EventStream, to_json, until_disconnect
+from jaxserve.serve.tracing import caller_headers
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ async def _read_body(request: Request) -> bytes:
 
 def _answering_errors(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
+        caller_headers.set(request.headers)
         try:
             return await endpoint(request)
         except JaxserveError as error:

@@ -22,6 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.http import HttpApi
 from jaxserve.serve.service import Service
+from jaxserve.serve.tracing import Tracer
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,11 @@ class FrontEnd:
             ConfigError: A port is taken.
         """
         config = self._config
+        self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config.otlp_traces_endpoint)
         sock = None if config.grpc_only else bind(config.host, config.port, "--port")
         self._client = await EngineClient.connect(self._engine_address)
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, self._client.info.model_path)
-        self._service = Service(self._client, tokenizer, config.served_model_name)
+        self._service = Service(self._client, tokenizer, config.served_model_name, self._tracer)
         await self._service.warm_up()
         http = grpc = None
         if not config.http_only:
@@ -98,6 +100,8 @@ class FrontEnd:
         if self._watch_task is not None:
             await self._watch_task
         self._service.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _start_http(self, sock: socket.socket) -> None:
         config = uvicorn.Config(

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +27,7 @@ from jaxserve.engine.admission import check_request
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from jaxserve.serve.tracing import CallTrace, Tracer
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText, TextDelta
 from jaxserve.text.tokenizer import Tokenizer
@@ -78,10 +79,14 @@ class Service:
         client: Connected to the engine.
         tokenizer: The model's.
         served_model_names: Names that clients may use; the first one is reported.
+        tracer: Sends a span of each call; None traces nothing.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, served_model_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, served_model_names: Sequence[str] = (), tracer: Tracer | None = None
+    ) -> None:
         self.client = client
+        self._tracer = tracer
         self.tokenizer = tokenizer
         self.served_model_names = tuple(served_model_names) or (client.info.model,)
         self._is_draining = False
@@ -216,9 +221,11 @@ class Service:
             for request in requests
             for index in range(request.params.n)
         }
-        with self._labelled(label, prompt_indices), self.client.generate(*requests) as stream:
+        with self._labelled(label, prompt_indices), self._traced(requests) as trace, self.client.generate(*requests) as stream:
             async for event in stream:
                 text = texts[event.request_id, event.index].push(event)
+                if trace is not None:
+                    trace.on_tokens(len(text.token_ids), text.finish_reason and text.finish_reason.value)
                 if text.is_stop_string_hit and event.finish_reason is None:
                     stream.drop(event.request_id, event.index)
                 yield _delta(event, text, prompt_indices[event.request_id])
@@ -227,6 +234,12 @@ class Service:
         """Ends every open call with this label; their streams end with finish_reason abort."""
         for request_id in self._labels.get(label, ()):
             self.client.abort(request_id)
+
+    def _traced(self, requests: Sequence[Request]) -> AbstractContextManager[CallTrace | None]:
+        if self._tracer is None:
+            return nullcontext()
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        return self._tracer.trace(CallTrace(self.served_model_names[0], requests[0].request_id, requests[0].params, num_prompt_tokens))
 
     @contextmanager
     def _labelled(self, label: str, request_ids: Mapping[str, int]) -> Iterator[None]:
