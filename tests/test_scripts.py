@@ -75,6 +75,8 @@ def test_the_lock_satisfies_pyproject(part: str) -> None:
     lines = (ROOT / "requirements" / f"{part}.txt").read_text().splitlines()
     pinned = {match[1]: match[2] for line in lines if (match := PINNED.match(line))}
     for requirement in map(Requirement, wanted):
+        if requirement.name == project["name"]:  # an extra that another one brings
+            continue
         version = pinned.get(canonicalize_name(requirement.name))
         assert version, f"{requirement.name} is not in requirements/{part}.txt: run scripts/lock"
         assert requirement.specifier.contains(version), f"{requirement} against {version}: run scripts/lock"

@@ -28,7 +28,11 @@ def test_a_number_is_refused_or_travels(name, number):
     try:
         params = SamplingParams(**{name: value} if name not in ("prompt", "priority") else {})
         params = check_request(params, prompt, INFO, priority=priority)
-    except InvalidRequest as error:
+    except InvalidRequest as refusal:
+        error = refusal
+    else:
+        error = None
+    if error is not None:
         assert error.param == name
         return
     request = Request(request_id="a", prompt_token_ids=tuple(prompt), params=params, priority=priority)
