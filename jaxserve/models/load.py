@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxserve.errors import CheckpointError
 from jaxserve.models.attention import Attention
 from jaxserve.models.decoder import Decoder, DecoderLayer
+from jaxserve.models.host_memory import HostMemory
 from jaxserve.models.mlp import GatedMLP
 from jaxserve.models.norm import RMSNorm
 from jaxserve.models.registry import family_of
@@ -89,10 +90,13 @@ class _Loader:
     def __init__(self, spec: ModelSpec, read: Read, dtype: np.dtype[Any], device: jax.Device | None) -> None:
         self._specs: dict[str, TensorSpec] = {tensor.name: tensor for tensor in family_of(spec).tensors(spec)}
         self._read, self._dtype, self._device = read, dtype, device
+        # On CPU the device's arrays are these very ones.
+        is_cpu = (device or jax.devices()[0]).platform == "cpu"
+        self._empty = HostMemory().empty if is_cpu else np.empty
 
     def tensor(self, name: str) -> jax.Array:
         """One tensor as it is."""
-        return jax.device_put(np.asarray(self._checked(name), self._dtype), self._device)
+        return self.fused(self._specs[name].shape, {name: ()})
 
     def optional(self, name: str) -> jax.Array | None:
         """One tensor, or None where the checkpoint lacks it."""
@@ -103,7 +107,7 @@ class _Loader:
 
     def fused(self, shape: tuple[int, ...], parts: dict[str, tuple[int | slice, ...]]) -> jax.Array:
         """Several tensors in one array of `shape`, each at its place."""
-        fused = np.empty(shape, self._dtype)
+        fused = self._empty(shape, self._dtype)
         for name, place in parts.items():
             view = fused[place]
             view[...] = self._checked(name).reshape(view.shape)
