@@ -70,7 +70,10 @@ class EngineConfig:
     max_penalty_slots: int = setting(64, "Sequences that may use penalties, logit_bias or min_tokens at once.", group="scheduler", low=0)
 
     attention_backend: str = setting(
-        "auto", "Attention implementation.", group="execution", choices=("auto", "reference", "xla", "cpu_native")
+        "auto",
+        "Implementation of attention and of the products with weights.",
+        group="execution",
+        choices=("auto", "reference", "xla", "cpu_native"),
     )
     compilation_cache_dir: str | None = setting(
         None, "Persistent compile cache; default under the jaxserve cache directory.", group="execution"

@@ -1,5 +1,5 @@
-"""Array operations that XLA alone does not do well: products with weights, attention over pages, writing into
-pages.
+"""Array operations that XLA alone does not do well: products with weights, attention over pages, writing
+into pages.
 
 Each operation is a folder: `api` (the only entrance, says shapes), `reference` (readable oracle), the fast implementations,
 `arg_specs` (one list of shapes for tests and benches), tests and a bench. `dispatch` picks an implementation by what the
