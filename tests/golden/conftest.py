@@ -35,7 +35,7 @@ class TinyModel:
     """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs."""
 
     def __init__(self, source: Path, converted: Path, page_size: int) -> None:
-        convert(source, converted)
+        convert(next(source.glob("*.gguf"), source), converted)
         checkpoint = open_checkpoint(converted)
         self.spec = resolve_spec(checkpoint.config)
         self.expected = json.loads((source / "expected.json").read_text())
