@@ -102,12 +102,10 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
     with timer.stage("programs") as detail:
         runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
         del model
-        num_hits = runner.compiles.num_cache_hits
-        num_programs = runner.compile(
+        num_programs, num_cached = runner.compile(
             lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
         )
         _check_temporaries(plan, runner)
-        num_cached = runner.compiles.num_cache_hits - num_hits
         detail(f"{num_programs}, {num_cached} from the compile cache")
     info = _engine_info(
         config, checkpoint, spec, shape, dtype,

@@ -99,16 +99,21 @@ class ModelRunner:
         self._slots: SlotState
         self._penalties: PenaltyState
 
-    def compile(self, progress: Progress | None = None, *, num_threads: int = 2) -> int:
-        """Compiles every program, allocates pages and state, and runs each program once on padding. Returns how many there are."""
+    def compile(self, progress: Progress | None = None, *, num_threads: int = 2) -> tuple[int, int]:
+        """Compiles every program, allocates pages and state, and runs each program once on padding.
+
+        Returns how many programs there are, and how many of them came from the persistent cache.
+        """
         programs: dict[Any, Any] = {bucket: self.lower(bucket) for bucket in self.shape.buckets.all()}
         programs["update"], programs["admit"] = self._lower_update(), self._lower_admit()
+        num_hits = self.compiles.num_cache_hits
         compiled = compile_all(programs, progress, num_threads=num_threads)
+        num_cached = self.compiles.num_cache_hits - num_hits
         self._update, self._admit = compiled.pop("update"), compiled.pop("admit")
         self._steps = compiled
         self.reset()
         self._warm_up()
-        return len(programs)
+        return len(programs), num_cached
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
