@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,22 @@ def golden_dir() -> Path:
 def golden_real_dir() -> Path:
     """Expected tokens of the demo model."""
     return DATA / "golden_real"
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's GGUF file, fetched to where `scripts/serve` keeps it."""
+    command = [ROOT / "scripts" / "fetch_demo_model", ROOT / "checkpoints" / ".download"]
+    fetched = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(fetched.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_gguf: Path) -> Path:
+    """SmolLM2-135M-Instruct, converted to where `scripts/serve` keeps it."""
+    from jaxserve.convert import convert
+
+    converted = ROOT / "checkpoints" / "smollm2-135m-instruct"
+    if not (converted / "manifest.json").exists():
+        convert(demo_gguf, converted)
+    return converted

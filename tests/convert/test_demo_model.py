@@ -1,21 +1,15 @@
-"""The demo model's tokenizer, rebuilt from its GGUF file, gives the ids of the model's own; skipped where it was not fetched."""
+"""The demo model's tokenizer, rebuilt from its GGUF file, gives the ids of the model's own."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 from tokenizers import Tokenizer
 
 from jaxserve.convert.read_gguf import read_gguf
 
-FILE = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct.gguf"
-pytestmark = pytest.mark.skipif(not FILE.exists(), reason="run scripts/fetch_demo_model checkpoints")
 
-
-def test_token_ids(golden_real_dir):
-    tokenizer = Tokenizer.from_str(read_gguf(FILE).small_files["tokenizer.json"].decode())
+def test_token_ids(golden_real_dir, demo_gguf):
+    tokenizer = Tokenizer.from_str(read_gguf(demo_gguf).small_files["tokenizer.json"].decode())
     cases = json.loads((golden_real_dir / "smollm2-135m-instruct-q4_1.json").read_text())["cases"]
     texts = {name: case for name, case in cases.items() if isinstance(case.get("text"), str)}
     assert len(texts) >= 5

@@ -100,8 +100,8 @@ def error_of(result: subprocess.CompletedProcess[str]) -> str:
     """The one line of a failure."""
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line]
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
+    assert line.startswith("jaxserve: error: ")
+    return line.removeprefix("jaxserve: error: ")
 
 
 def test_download_convert_and_again_offline(tmp_path, endpoint):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import subprocess
 from pathlib import Path
 
 import jax
@@ -117,14 +116,3 @@ def dense(entry: Logprobs, vocab_size: int) -> np.ndarray:
 def dense_logprobs():
     """The function `dense`."""
     return dense
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    """SmolLM2-135M-Instruct, fetched and converted into `checkpoints/` where `scripts/serve` keeps it too."""
-    root = Path(__file__).parents[2]
-    converted = root / "checkpoints" / "smollm2-135m-instruct"
-    if not (converted / "manifest.json").exists():
-        fetched = subprocess.run([root / "scripts" / "fetch_demo_model", root / "checkpoints"], check=True, capture_output=True, text=True)
-        convert(fetched.stdout.strip().splitlines()[-1], converted)
-    return converted
