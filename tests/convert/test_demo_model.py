@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+
 from tokenizers import Tokenizer
 
 from jaxserve.convert.read_gguf import read_gguf
