@@ -90,9 +90,11 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
         spec = resolve_spec(checkpoint.config)
         detail(str(checkpoint.path))
+    with timer.stage("kernels") as detail:
+        attention, attention_reason = _choose_attention(config, device)  # the first time this builds the native ones
+        detail(attention)
     with timer.stage("weights") as detail:
         dtype = choose_dtype(config.dtype, device, spec)
-        attention, attention_reason = _choose_attention(config, device)
         model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
