@@ -98,7 +98,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, path: Path) -> Manifest:
         """Parses manifest.json; CheckpointError if it is of another format version or damaged."""
-        redo = "Convert the source again: python -m jaxserve.convert SRC DST --overwrite"
+        redo = "Convert the source again: jaxserve convert SRC DST --overwrite"
         try:
             value = json.loads(text)
             version = value["format_version"]
@@ -221,7 +221,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if not is_checkpoint(path):
-        hint = "" if not path.exists() else f" Convert it first: python -m jaxserve.convert {path} DST"
+        hint = "" if not path.exists() else f" Convert it first: jaxserve convert {path} DST"
         raise CheckpointError(
             f"{path} is not a converted checkpoint ({'no manifest.json' if path.exists() else 'it does not exist'}).{hint}"
         )

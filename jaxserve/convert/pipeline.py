@@ -200,7 +200,7 @@ def _counter(total: int, progress: Progress) -> Callable[[Item, int], None]:
 
 def _shrink_hint(items: Sequence[Item]) -> str:
     is_dequantized = any(item.source.stored_type not in _STORED_DTYPES and item.dtype == "float32" for item in items)
-    return " (quantized tensors become float32, which is exact; --dtype bfloat16 halves that)" if is_dequantized else ""
+    return " (quantized tensors become float32, which is exact; `jaxserve convert --dtype bfloat16` halves that)" if is_dequantized else ""
 
 
 def _check_disk_space(directory: Path, needed: int) -> None:

@@ -63,6 +63,8 @@ def read_directory(path: Path) -> Source:
     Raises:
         CheckpointError: No config.json or weights, only pickled weights, or a damaged file, each named.
     """
+    if not (path / "config.json").exists() and (hint := _gguf_hint(path)):
+        raise CheckpointError(f"{path} holds no config.json; {hint}")
     config = read_json_object(path / "config.json", what="a Hugging Face checkpoint")
     files, expected = _weight_files(path)
     tensors: dict[str, SourceTensor] = {}
@@ -114,13 +116,18 @@ def _no_weights(path: Path) -> str:
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
     if pickled:
         return pickle_message(f"{path} holds only pickled weights ({listed(pickled)})")
-    gguf = sorted(file.name for file in path.glob("*.gguf"))
-    if gguf:
-        return f"{path} holds no safetensors; to convert a GGUF file, name it: {path / gguf[0]}"
+    if hint := _gguf_hint(path):
+        return f"{path} holds no safetensors; {hint}"
     if (path / "adapter_config.json").exists():
         return f"{path} is a LoRA adapter, not a model; convert its base model."
     others = sorted(file.name for file in path.glob("*.safetensors"))
     return f"{path} holds neither model.safetensors nor model.safetensors.index.json" + (f", only {listed(others)}." if others else ".")
+
+
+def _gguf_hint(path: Path) -> str:
+    """What to give instead of a directory that holds GGUF files; empty where there are none."""
+    gguf = sorted(path.glob("*.gguf"))
+    return f"to convert a GGUF file, name it: {gguf[0]}" if gguf else ""
 
 
 def pickle_message(found: str) -> str:

@@ -53,6 +53,13 @@ def fails(source: Path, match: str, **options: object) -> str:
     return str(caught.value)
 
 
+def test_directory_of_a_gguf_file(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model-Q4_0.gguf").write_bytes(b"GGUF")
+    fails(source, r"holds no config\.json; to convert a GGUF file, name it: \S+/model-Q4_0\.gguf")
+
+
 def test_missing_tensor(source):
     edit_tensors(source, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     fails(source, r"1 missing: layers\.1\.mlp\.up_proj\.weight \[64, 32\]")
