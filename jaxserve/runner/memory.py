@@ -48,7 +48,10 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What the device's memory holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers."""
+    """What the device's memory holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers.
+
+    `temporaries_bytes` is 0 where nothing was set aside for them, as on CPU; then the table is silent about them.
+    """
 
     weights_bytes: int
     state_bytes: int
@@ -71,7 +74,7 @@ class MemoryPlan:
         rows = [
             ("weights", self.weights_bytes, ""),
             ("sampling and slot state", self.state_bytes, ""),
-            ("temporaries", self.temporaries_bytes, "largest step"),
+            *([("temporaries", self.temporaries_bytes, "largest step")] if self.temporaries_bytes else []),
             ("KV pages", self.kv_bytes, pages),
             ("total", total, ""),
         ]

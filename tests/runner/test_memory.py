@@ -191,6 +191,7 @@ def test_plan_as_a_table() -> None:
     assert [line.split()[0] for line in lines] == ["weights", "sampling", "temporaries", "KV", "total"]
     assert "396.0 MiB" in lines[-1]
     assert "101 pages of 16 = 1,600 tokens" in lines[3]
+    assert "temporaries" not in replace(plan, temporaries_bytes=0).table()
 
 
 def write_files(root: Path, files: dict[str, str]) -> None:
