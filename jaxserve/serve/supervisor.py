@@ -152,6 +152,8 @@ class _Stopping:
         if self._event.is_set():
             for child in self._children:
                 child.kill()
+        else:
+            _print("Stopping; a second signal ends it at once.")
         self._event.set()
 
     async def wait(self) -> None:

@@ -86,6 +86,7 @@ def test_it_serves_without_jax_and_ends_in_order(model_path, tmp_path):
         assert len(children) == 2
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
+        assert "Stopping;" in server.text()
         assert not any(child.is_running() for child in children), server.text()
 
 
