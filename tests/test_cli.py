@@ -59,7 +59,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "throughput", "m", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
         (["bench", "throughput", "m", "--num-prompts", "0"], "--num-prompts holds 0; every load level must be at least 1."),
         (["bench", "throughput", "m", "--fast"], "unrecognized arguments: --fast"),
-        (["bench", "throughput"], "the following arguments are required: model"),
+        (["bench", "throughput"], "the following arguments are required: MODEL"),
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,15 +28,25 @@ from jaxserve.startup_report import stage_line
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark with command-line arguments."""
-    parser = Parser(prog="jaxserve bench throughput", description="Offline throughput of one model.")
-    parser.add_argument("model")
-    parser.add_argument("--input-len", type=int, default=128, help="Prompt tokens of each request.")
-    parser.add_argument("--output-len", type=int, default=128, help="Output tokens of each request.")
-    parser.add_argument("--num-prompts", type=int, nargs="+", default=[1, 8, 32], help="Load levels: requests submitted at once.")
-    parser.add_argument("--repeats", type=int, default=3, help="Measured runs of each level.")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the random prompts.")
+    parser = Parser(
+        prog="jaxserve bench throughput",
+        usage="jaxserve bench throughput MODEL [flags]",
+        description="Offline throughput of one model.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="A converted checkpoint, a Hugging Face directory, a GGUF file or a hub id.")
+    options: list[tuple[str, int, str]] = [
+        ("--input-len", 128, "Prompt tokens of each request"),
+        ("--output-len", 128, "Output tokens of each request"),
+        ("--repeats", 3, "Measured runs of each level"),
+        ("--seed", 0, "Seed of the random prompts"),
+    ]
+    for flag, default, text in options:
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default}).")
+    parser.add_argument(
+        "--num-prompts", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="Requests submitted at once (default 1 8 32)."
+    )
+    parser.add_argument("--dtype", default="auto", metavar="TEXT", help="As of `jaxserve serve` (default auto).")
+    parser.add_argument("--device", default="auto", metavar="TEXT", help="As of `jaxserve serve` (default auto).")
     args = parser.parse_args(argv)
     for name, value in [("input-len", args.input_len), ("output-len", args.output_len), ("repeats", args.repeats)]:
         if value < 1:
