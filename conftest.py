@@ -26,9 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     cache = Path(tempfile.mkdtemp(prefix="jaxserve-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
-    if config.cache is not None:
+    pytest_cache = getattr(config, "cache", None)  # absent under `-p no:cacheprovider`
+    if pytest_cache is not None:
         for name in ("compile", "native"):
-            kept = config.cache.mkdir(f"jaxserve-{name}")
+            kept = pytest_cache.mkdir(f"jaxserve-{name}")
             kept.chmod(0o700)
             (cache / name).symlink_to(kept, target_is_directory=True)
     os.environ["JAXSERVE_CACHE"] = str(cache)

@@ -14,7 +14,7 @@ from jaxserve.core.plan import Plan
 
 SMALL_LOGITS_ROWS = 8
 MIN_DECODE_ROWS = 2
-"""A single bf16 row falls to a slow matmul on CPU (kernels.md): pad to two."""
+"""XLA multiplies a single bfloat16 row on CPU by a slow path, so one row is padded to two."""
 
 
 class Bucket(NamedTuple):
