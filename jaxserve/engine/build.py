@@ -59,7 +59,7 @@ class _StepLimits(NamedTuple):
 
 
 _DEFAULT_LIMITS = {"cpu": _StepLimits(64, 512, 4), "gpu": _StepLimits(256, 8192, 2)}
-"""At most 16 programs on CPU, where each costs a second of start-up, and 48 on GPU."""
+"""At most 16 programs on CPU, where each costs seconds of the first start-up, and 48 on GPU."""
 
 _GENERATION_FIELDS = {
     "temperature": "temperature",
