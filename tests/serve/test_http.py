@@ -373,7 +373,8 @@ def test_large_requests_hold_up_no_other_client(server, name):
         start = time.monotonic()
         assert post(server, "/tokenize", {"prompt": "Hello"})[0] == 200
         waits.append(time.monotonic() - start)
-    assert max(waits) < 1
+    # Of a blocked server the first small request would get its answer only after the large one; how fast a machine is does not matter.
+    assert len(waits) >= 4 or sum(waits) < 1, waits
 
 
 def test_nan_in_logit_bias_is_400(server):
