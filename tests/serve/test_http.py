@@ -310,7 +310,7 @@ def test_bad_completions_are_400_naming_the_field(server, name):
     assert answer["error"]["type"] == "BadRequestError"
     assert answer["error"]["code"] == 400
     assert answer["error"]["message"]
-    assert time.monotonic() - start < 10  # tokenizing the longest would take more
+    assert time.monotonic() - start < 3
     assert_alive(server)
 
 
@@ -471,7 +471,9 @@ def test_a_disconnect_frees_the_pages(server, is_stream):
             while server.engine.scheduler.num_running < 2:
                 time.sleep(0.005)
         sock.close()
-        server.wait_until_idle(timeout_s=5)  # to the end it would be 12 s
+        start = time.monotonic()
+        server.wait_until_idle(timeout_s=2)
+        assert time.monotonic() - start < 1
     finally:
         server.runner._step_s = 0.0
 
