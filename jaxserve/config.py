@@ -24,13 +24,14 @@ def setting(
     kind: str = "",
     low: float | None = None,
     high: float | None = None,
+    is_secret: bool = False,
 ) -> Any:
     """A dataclass field with a default, its help text, the allowed range and, for flags, group, aliases, choices and a kind.
 
-    The kind says how text is read: "bytes" (`4GiB`), "count" (`32k`) or "" (by the type alone).
+    The kind says how text is read: "bytes" (`4GiB`), "count" (`32k`) or "" (by the type alone). A secret is never printed.
     """
     metadata = {"help": help_text, "group": group, "aliases": aliases, "choices": choices, "kind": kind, "low": low, "high": high}
-    return field(default=default, metadata=metadata)
+    return field(default=default, repr=not is_secret, metadata=metadata | {"is_secret": is_secret})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class EngineConfig:
     )
     max_penalty_slots: int = setting(64, "Sequences that may use penalties, logit_bias or min_tokens at once.", group="scheduler", low=0)
 
+    async_scheduling: bool = setting(True, "Schedule and prepare a step while the one before it runs on the device.", group="execution")
     attention_backend: str = setting(
         "auto",
         "Implementation of attention and of the products with weights.",
@@ -95,10 +97,56 @@ class ServerConfig:
     grpc_port: int = setting(50051, "gRPC port; 0 picks a free one.", group="server", low=0, high=65535)
     http_only: bool = setting(False, "Serve no gRPC.", group="server")
     grpc_only: bool = setting(False, "Serve no HTTP.", group="server")
-    otlp_traces_endpoint: str | None = setting(
-        None, "OTLP/gRPC collector to send a span of each request to, such as http://localhost:4317; needs the extra otel.", group="server"
-    )
     served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
+    api_server_count: int | None = setting(
+        None, "Front-end processes that share the ports; default 2 from four CPU cores on, else 1.", group="server", low=1, high=64
+    )
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that open requests may still run when the server is told to stop.", group="server", low=0
+    )
+    max_restarts: int = setting(
+        5, "Times in ten minutes that a process which died is started again before the server gives up.", group="server", low=0
+    )
+    stall_timeout: float = setting(
+        60.0, "Seconds without progress of a step after which the engine counts as hung and is started again.", group="server", low=1
+    )
+
+    max_waiting: int | None = setting(
+        None, "Most waiting sequences; beyond it requests are refused (429). Default 4 x max_num_seqs.", group="limits", kind="count", low=1
+    )
+    max_request_bytes: int = setting(16 * 2**20, "Largest body of a request.", group="limits", kind="bytes", low=1024)
+    request_timeout: float | None = setting(
+        None,
+        "Most seconds that a request may take; then it ends with finish_reason abort. A request may ask for less.",
+        group="limits",
+        low=0.001,
+    )
+
+    api_key: tuple[str, ...] = setting((), "Keys that clients must send as a bearer token.", group="security", is_secret=True)
+    api_key_file: str | None = setting(None, "File with one key a line, beside those of --api-key.", group="security")
+    ssl_certfile: str | None = setting(None, "Certificate (PEM) of both doors: they then speak TLS alone.", group="security")
+    ssl_keyfile: str | None = setting(None, "Private key (PEM) of the certificate.", group="security")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM) that clients' certificates must come from (mutual TLS).", group="security"
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Web origins that browsers may call from (CORS); none by default, * is any.", group="security"
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "More Host names to answer on loopback without a key; there, only loopback names are answered.", group="security"
+    )
+    enable_dev_endpoints: bool = setting(False, "Allow flushing the prefix cache and profiling.", group="security")
+
+    metrics_prefix: str = setting("jaxserve", "Prefix of the metrics' names; vllm suits dashboards made for vLLM.", group="observability")
+    log_requests: bool = setting(False, "Log the prompt, parameters and answer of every request.", group="observability")
+    log_format: str = setting(
+        "auto", "Form of log lines; auto is text on a terminal, else JSON.", group="observability", choices=("auto", "text", "json")
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "OTLP/gRPC collector to send a span of each request to, such as http://localhost:4317; needs the extra otel.",
+        group="observability",
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -27,6 +27,9 @@ GROUPS = {
     "scheduler": "Scheduler",
     "execution": "Execution",
     "server": "Server",
+    "limits": "Limits",
+    "security": "Security",
+    "observability": "Metrics, logs and traces",
 }
 
 # As vLLM reads them: a small letter is decimal, a capital one binary.

@@ -53,6 +53,8 @@ class TokenEvent:
         num_prompt_tokens, num_cached_tokens: For usage.
         finish_reason, stop_reason: Set on the last event; stop_reason is the matched stop token id (None for EOS).
         error: What went wrong, when finish_reason is ERROR.
+        queue_s, prefill_s: With the first token of a sequence only: seconds from its arrival at the engine to its first step, and from
+            there to the token.
     """
 
     request_id: str
@@ -65,6 +67,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ class Request:
     """One request as the engine sees it.
 
     Attributes:
-        request_id: Unique inside the engine. The name a client gave is only a label and stays in the front end.
+        request_id: Unique inside the engine.
+        label: The name that the client gave, if any; not unique. An abort by label ends every request that bears it.
         prompt_token_ids: Non-empty; every id below the model's vocabulary.
         params: Checked sampling parameters; `params.max_tokens` may still be None (rest of the context).
         arrival_time_s: `time.monotonic()` when the request reached the engine's side.
@@ -30,3 +31,4 @@ class Request:
     arrival_time_s: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    label: str = ""

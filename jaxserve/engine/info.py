@@ -19,6 +19,7 @@ class EngineInfo:
         model_path: Directory of the converted checkpoint; the front end reads tokenizer and chat template there.
         vocab_size: Rows of the embedding; token ids are below it.
         num_pages: KV pages, the null page included.
+        max_waiting: Waiting sequences beyond which the server refuses more; 0 is no limit.
         attention_reason: Why this attention implementation was chosen.
         kv_cache_bytes: Memory of all page arrays together.
         num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
@@ -44,6 +45,7 @@ class EngineInfo:
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_waiting: int = 0
     device: str = "cpu"
     attention: str = ""
     attention_reason: str = ""

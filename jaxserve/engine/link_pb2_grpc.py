@@ -5,7 +5,7 @@ import warnings
 
 from jaxserve.engine import link_pb2 as jaxserve_dot_engine_dot_link__pb2
 
-GRPC_GENERATED_VERSION = '1.81.1'
+GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -44,6 +44,26 @@ class EngineLinkStub:
                 request_serializer=jaxserve_dot_engine_dot_link__pb2.ToEngine.SerializeToString,
                 response_deserializer=jaxserve_dot_engine_dot_link__pb2.FromEngine.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/jaxserve.link.EngineLink/GetStats',
+                request_serializer=jaxserve_dot_engine_dot_link__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_engine_dot_link__pb2.EngineStats.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/jaxserve.link.EngineLink/FlushCache',
+                request_serializer=jaxserve_dot_engine_dot_link__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_engine_dot_link__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/jaxserve.link.EngineLink/StartProfile',
+                request_serializer=jaxserve_dot_engine_dot_link__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_engine_dot_link__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/jaxserve.link.EngineLink/StopProfile',
+                request_serializer=jaxserve_dot_engine_dot_link__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_engine_dot_link__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class EngineLinkServicer:
@@ -63,6 +83,33 @@ class EngineLinkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """Figures right now. Answered without the engine's thread, so also while a step runs or hangs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Forgets all known prefixes; refused while any page is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """A trace of the engine process by jax.profiler. FAILED_PRECONDITION when one runs already, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +122,26 @@ def add_EngineLinkServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=jaxserve_dot_engine_dot_link__pb2.ToEngine.FromString,
                     response_serializer=jaxserve_dot_engine_dot_link__pb2.FromEngine.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=jaxserve_dot_engine_dot_link__pb2.GetStatsRequest.FromString,
+                    response_serializer=jaxserve_dot_engine_dot_link__pb2.EngineStats.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=jaxserve_dot_engine_dot_link__pb2.FlushCacheRequest.FromString,
+                    response_serializer=jaxserve_dot_engine_dot_link__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=jaxserve_dot_engine_dot_link__pb2.StartProfileRequest.FromString,
+                    response_serializer=jaxserve_dot_engine_dot_link__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=jaxserve_dot_engine_dot_link__pb2.StopProfileRequest.FromString,
+                    response_serializer=jaxserve_dot_engine_dot_link__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +198,114 @@ class EngineLink:
             '/jaxserve.link.EngineLink/Connect',
             jaxserve_dot_engine_dot_link__pb2.ToEngine.SerializeToString,
             jaxserve_dot_engine_dot_link__pb2.FromEngine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.link.EngineLink/GetStats',
+            jaxserve_dot_engine_dot_link__pb2.GetStatsRequest.SerializeToString,
+            jaxserve_dot_engine_dot_link__pb2.EngineStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.link.EngineLink/FlushCache',
+            jaxserve_dot_engine_dot_link__pb2.FlushCacheRequest.SerializeToString,
+            jaxserve_dot_engine_dot_link__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.link.EngineLink/StartProfile',
+            jaxserve_dot_engine_dot_link__pb2.StartProfileRequest.SerializeToString,
+            jaxserve_dot_engine_dot_link__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.link.EngineLink/StopProfile',
+            jaxserve_dot_engine_dot_link__pb2.StopProfileRequest.SerializeToString,
+            jaxserve_dot_engine_dot_link__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

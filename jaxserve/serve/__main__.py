@@ -16,8 +16,8 @@ from jaxserve.serve.server import Endpoints, run_front_end
 def main(argv: Sequence[str]) -> int:
     """Runs until told to stop (0); 2 when it cannot start."""
     orders = read_orders(argv)
-    values = orders["config"]
-    config = ServerConfig(**values | {"served_model_name": tuple(values["served_model_name"])})
+    # JSON has no tuples.
+    config = ServerConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in orders["config"].items()})
 
     reports = Reports(orders["report_fd"])
 
