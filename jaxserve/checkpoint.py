@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 ARRAYS = Path("weights", "state")
 """Where the arrays lie: `state` is the name Orbax gives a saved tree."""

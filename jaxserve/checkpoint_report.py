@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxserve.checkpoint import Manifest, open_checkpoint
 from jaxserve.models.registry import resolve_spec
+from jaxserve.models.spec import ModelSpec, RopeSpec
 
 
 def describe(path: str | Path) -> list[str]:
@@ -15,7 +16,6 @@ def describe(path: str | Path) -> list[str]:
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest
     spec = resolve_spec(checkpoint.config)
-    rope = f"{spec.rope.kind} RoPE, theta {spec.rope.theta:g}" + (" with stored divisors" if spec.rope.freq_divisors else "")
     lines = [
         f"{checkpoint.path}",
         f"  format       version {manifest.format_version}, {manifest.layout} tensors, quantization {manifest.quantization}, "
@@ -23,9 +23,8 @@ def describe(path: str | Path) -> list[str]:
         f"  source       {manifest.source} ({manifest.source_kind}{f', revision {manifest.revision}' if manifest.revision else ''})",
         *(f"               {file.name}, {size(file.num_bytes)}, sha256 {file.sha256}" for file in manifest.source_files),
         f"  model        {', '.join(manifest.architectures)} (family {manifest.family})",
-        f"  shape        {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim}, "
-        f"{spec.num_kv_heads} KV heads, MLP {spec.mlp_size}, vocabulary {spec.vocab_size}, {'tied' if spec.is_tied else 'untied'} head",
-        f"  positions    {spec.derived_max_model_len} tokens, {rope}",
+        f"  shape        {_shape(spec)}",
+        f"  positions    {spec.derived_max_model_len} tokens, {', '.join(map(_rope, spec.ropes)) or 'no RoPE'}",
         f"  end tokens   {sorted(checkpoint.eos_token_ids)}",
         f"  size         {manifest.num_parameters:,} parameters in {manifest.num_tensors} tensors, {size(manifest.num_bytes)}, "
         f"{manifest.dtype}",
@@ -33,6 +32,20 @@ def describe(path: str | Path) -> list[str]:
         "  tensors",
     ]
     return lines + [f"    {line}" for line in _tensor_lines(manifest)]
+
+
+def _shape(spec: ModelSpec) -> str:
+    attention, mlp = spec.layers[0].attention, spec.layers[-1].mlp
+    kinds = [f"{group.num_layers} layers with a window of {group.window}" for group in spec.kv_groups if group.window is not None]
+    return (
+        f"{spec.num_layers} layers, hidden {spec.hidden_size}, {attention.num_heads} heads of {attention.head_dim}, "
+        f"{attention.num_kv_heads} KV heads, MLP {mlp.size}, vocabulary {spec.vocab_size}, {'tied' if spec.head.is_tied else 'untied'} head"
+        + "".join(f", {kind}" for kind in kinds)
+    )
+
+
+def _rope(rope: RopeSpec) -> str:
+    return f"{rope.kind} RoPE, theta {rope.theta:g}" + (" with stored divisors" if rope.freq_divisors else "")
 
 
 def size(num_bytes: int) -> str:

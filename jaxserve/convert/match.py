@@ -6,8 +6,12 @@ config describes. Knows no file format; go on to `write_orbax.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from jaxserve.checkpoint import IgnoredTensors
 from jaxserve.convert.source import SourceTensor, listed
@@ -34,7 +38,7 @@ def match_tensors(
             pairs.append((spec, source))
         elif not spec.is_optional:
             missing.append(f"{spec.name} {list(spec.shape)}")
-    wrong = [f"{source.name} is {list(source.shape)}, not {list(spec.shape)}" for spec, source in pairs if spec.shape != source.shape]
+    wrong = [f"{tensor.name} is {list(tensor.shape)}, not {list(wanted)}" for tensor, wanted in _wrong_shapes(pairs)]
     used = {source.name for _, source in pairs}
     unexpected, ignored = _account([tensor for name, tensor in tensors.items() if name not in used], ignored_patterns)
     problems = []
@@ -46,7 +50,38 @@ def match_tensors(
         problems.append(f"{len(unexpected)} unexpected: {listed(unexpected)}")
     if problems:
         raise CheckpointError(f"The weights do not fit the config. Tensors {'; '.join(problems)}.")
-    return pairs, ignored
+    return [(spec, source if spec.cut is None else cut_out(spec, source)) for spec, source in pairs], ignored
+
+
+def _wrong_shapes(pairs: Sequence[tuple[TensorSpec, SourceTensor]]) -> list[tuple[SourceTensor, tuple[int, ...]]]:
+    """Source tensors of another shape than wanted, each once, with the shape wanted."""
+    wanted = {source.name: (source, spec.shape if spec.cut is None else spec.cut.source_shape) for spec, source in pairs}
+    return [(source, shape) for source, shape in wanted.values() if source.shape != shape]
+
+
+def cut_out(spec: TensorSpec, source: SourceTensor) -> SourceTensor:
+    """The logical tensor as a part of `source`, whose shape is the cut's. Only rows of the source that hold the part are read."""
+    cut = spec.cut
+    assert cut is not None and cut.source_shape[0] % cut.view[0] == 0, spec
+    begin, end, _ = (cut.index[0], cut.index[0] + 1, 1) if isinstance(cut.index[0], int) else cut.index[0].indices(cut.view[0])
+    rows_each, multiple = cut.source_shape[0] // cut.view[0], source.row_multiple
+    first, last = begin * rows_each, end * rows_each
+    start, stop = first - first % multiple, min(last + -last % multiple, source.shape[0])
+
+    def read_whole(a: int, b: int) -> np.ndarray:
+        rows = source.read_rows(start, stop)[first - start : last - start]
+        part = rows.reshape(end - begin, *cut.view[1:])[0 if isinstance(cut.index[0], int) else slice(None), *cut.index[1:]]
+        return (part.swapaxes(-1, -2) if cut.is_transposed else part).reshape(spec.shape)[a:b]
+
+    # Adjacent rows as they are can be read piece by piece; a piece of anything else would read all of its rows again.
+    is_plain = len(cut.index) == 1 and not cut.is_transposed and first % multiple == 0 and spec.shape[1:] == source.shape[1:]
+    return replace(
+        source,
+        shape=spec.shape,
+        stored_bytes=source.stored_bytes * math.prod(spec.shape) // max(source.size, 1),
+        read_rows=(lambda a, b: source.read_rows(first + a, first + b)) if is_plain else read_whole,
+        row_multiple=multiple if is_plain else spec.shape[0],
+    )
 
 
 def _account(left: Sequence[SourceTensor], patterns: Sequence[str]) -> tuple[list[str], list[IgnoredTensors]]:

@@ -30,6 +30,7 @@ from jaxserve.convert.write_orbax import Item, write_weights
 from jaxserve.errors import CheckpointError
 from jaxserve.models.registry import family_of, resolve_spec, text_config
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.tensors import ignored_patterns, logical_tensors
 
 _STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 
@@ -143,7 +144,7 @@ def _prepare(located: _Located, dtype: str) -> _Job:
         raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, and GGUF's types.")
     spec = resolve_spec(source.config)
     family = family_of(spec)
-    pairs, ignored = match_tensors(family.tensors(spec), source.tensors, family.ignored_patterns(spec))
+    pairs, ignored = match_tensors(logical_tensors(family, spec), source.tensors, ignored_patterns(family, spec))
     items = [Item(wanted.name, _target_dtype(tensor, dtype), tensor) for wanted, tensor in pairs]
     return _Job(located, source, spec, items, ignored, dtype)
 

@@ -268,5 +268,5 @@ def _scheduler_limits(config: EngineConfig, info: EngineInfo, spec: ModelSpec, s
         scheduling_policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         eos_token_ids=frozenset(info.eos_token_ids),
-        rope_original_length=spec.rope.original_length,
+        rope_original_length=spec.rope_original_length,
     )

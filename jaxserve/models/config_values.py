@@ -17,6 +17,10 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 """Names in configs, and the formula each stands for."""
 
@@ -42,7 +46,7 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def activation(config: Mapping[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
-    """The activation's formula: silu, gelu or gelu_tanh."""
+    """The activation's formula, a key of `mlp.ACTIVATIONS`."""
     name = config.get(key) or default
     if name not in ACTIVATIONS:
         raise CheckpointError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}.")

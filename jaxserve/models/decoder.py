@@ -5,6 +5,7 @@ Built from loaded arrays by `load.load_model`. Knows nothing of requests, bucket
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,30 +19,50 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.arrays import AttentionInputs, KVPages
 from jaxserve.models.attention import Attention, LayerInputs
 from jaxserve.models.linear import linear
-from jaxserve.models.mlp import GatedMLP
-from jaxserve.models.norm import RMSNorm
+from jaxserve.models.mlp import MLP
+from jaxserve.models.norm import Norm
 from jaxserve.models.rope import rotary_tables
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer: attention, then MLP, each added to the residual stream."""
+    """Attention and MLP with the norms around them, in the order that the block says. A norm that the model lacks is None."""
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+    def __init__(
+        self,
+        block: BlockSpec,
+        attention: Attention,
+        mlp: MLP,
+        norms: Mapping[str, Norm],
+    ) -> None:
+        self.block, self.attention, self.mlp = block, attention, mlp
+        self.norms = nnx.Dict(norms)
 
     def __call__(
         self, x: Float[Array, "T D"], inputs: LayerInputs, pages: Float[Array, "num_pages 2 K page_size H"], *, is_decode: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the residual stream `[T, D]` after the layer, and its pages."""
-        attended, pages = self.attention(self.attention_norm(x), inputs, pages, is_decode=is_decode)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), pages
+        read = self._norm("attention_norm", x)
+        attended, pages = self.attention(read, inputs, pages, is_decode=is_decode)
+        attended = self._scaled(self._norm("attention_out_norm", attended))
+        if not self.block.is_parallel:
+            x = x + attended
+            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x)))), pages
+        hidden = self.mlp(read if self.block.has_shared_norm else self._norm("mlp_norm", x))
+        return x + (attended + self._scaled(self._norm("mlp_out_norm", hidden))), pages
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return self.norms[name](x) if name in self.norms else x
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.block.residual_multiplier == 1.0 else x * jnp.asarray(self.block.residual_multiplier, x.dtype)
 
 
 class Decoder(nnx.Module):
-    """A decoder-only model. `embed` is [V, D]; `head` is [V, D], or None where the embedding is the head.
+    """A decoder-only model.
+
+    Weights: `embed` [V, D]; `positions` [num_positions + offset, D] where they are learned; `head` [V, D], or None where the embedding is
+    the head.
 
     Attributes:
         spec: What the model is.
@@ -55,13 +76,17 @@ class Decoder(nnx.Module):
         dtype: DTypeLike,
         embed: Float[Array, "V D"],
         layers: list[DecoderLayer],
-        norm: RMSNorm,
+        norm: Norm,
         head: Float[Array, "V D"] | None,
         *,
+        positions: Float[Array, "rows D"] | None = None,
+        head_bias: Float[Array, "V"] | None = None,
         backend: str | None = None,
     ) -> None:
         self.spec, self.dtype, self.backend = spec, jnp.dtype(dtype), backend
-        self.embed, self.layers, self.norm, self.head = nnx.Param(embed), nnx.List(layers), norm, nnx.Param(head)
+        self.embed, self.positions = nnx.Param(embed), nnx.Param(positions)
+        self.layers, self.norm = nnx.List(layers), norm
+        self.head, self.head_bias = nnx.Param(head), nnx.Param(head_bias)
 
     def forward(self, token_ids: Int32[Array, "T"], ctx: AttentionInputs, pages: KVPages, *, is_decode: bool) -> tuple[jax.Array, KVPages]:
         """Runs every layer over the step's tokens.
@@ -75,10 +100,40 @@ class Decoder(nnx.Module):
         Returns:
             The hidden states after the final norm `[T, D]`, what `logits` takes, and the pages with the step's keys and values.
         """
+        inputs = self._layer_inputs(ctx)
+        arrays = list(pages)
+        hidden = self._embedded(token_ids, ctx.position)
+        for layer, spec, (group, j) in zip(self.layers, self.spec.layers, self.spec.kv_places, strict=True):
+            graphdef, state = nnx.split(layer)
+            hidden, arrays[j] = _run_layer(graphdef, is_decode, state, hidden, inputs[group, spec.attention.rope], arrays[j])
+        return self.norm(hidden), tuple(arrays)
+
+    def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
+        """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
+        head, spec = self.head.get_value(), self.spec.head
+        weight = self.embed[...] if head is None else head
+        logits = linear(hidden, weight, self.head_bias.get_value(), out_dtype=jnp.float32, backend=self.backend)
+        if spec.multiplier != 1.0:
+            logits = logits * spec.multiplier
+        return logits if spec.soft_cap is None else spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+
+    def _embedded(self, token_ids: Int32[Array, "T"], position: Int32[Array, "T"]) -> jax.Array:
+        spec, positions = self.spec.embedding, self.positions.get_value()
+        hidden = self.embed[...].at[token_ids].get(mode="clip").astype(self.dtype)
+        if spec.multiplier != 1.0:
+            hidden = hidden * jnp.asarray(spec.multiplier, self.dtype)
+        if positions is not None:
+            hidden = hidden + positions.at[position + spec.position_offset].get(mode="clip").astype(self.dtype)
+        return hidden
+
+    def _layer_inputs(self, ctx: AttentionInputs) -> dict[tuple[int, RopeSpec | None], LayerInputs]:
+        """What the layers of each group and each rotary embedding read."""
         # Without the barrier XLA fuses the tables into every layer's rotation: cosines once for each head dimension of each layer.
-        cos, sin = lax.optimization_barrier(rotary_tables(self.spec.rope, ctx.position, ctx.rope_length))
-        inputs = [
-            LayerInputs(
+        tables = {rope: lax.optimization_barrier(rotary_tables(rope, ctx.position, ctx.rope_length)) for rope in self.spec.ropes}
+        # In the order of the layers: the program, and so its place in the compile cache, must not hang on the order of a set.
+        kinds = dict.fromkeys((x, layer.attention.rope) for layer, (x, _) in zip(self.spec.layers, self.spec.kv_places, strict=True))
+        return {
+            (x, rope): LayerInputs(
                 row_start=ctx.row_start,
                 kv_length=ctx.kv_length,
                 page_tables=ctx.page_tables[:, x],
@@ -86,22 +141,11 @@ class Decoder(nnx.Module):
                 position=ctx.position,
                 write_page=ctx.write_page[x],
                 write_offset=ctx.write_offset,
-                cos=cos,
-                sin=sin,
+                cos=None if rope is None else tables[rope][0],
+                sin=None if rope is None else tables[rope][1],
             )
-            for x in range(len(self.spec.kv_groups))
-        ]
-        arrays = list(pages)
-        hidden = self.embed[...].at[token_ids].get(mode="clip").astype(self.dtype)
-        for layer, (group, j) in zip(self.layers, self.spec.kv_places, strict=True):
-            graphdef, state = nnx.split(layer)
-            hidden, arrays[j] = _run_layer(graphdef, is_decode, state, hidden, inputs[group], arrays[j])
-        return self.norm(hidden), tuple(arrays)
-
-    def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
-        """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
-        head = self.head.get_value()
-        return linear(hidden, self.embed[...] if head is None else head, out_dtype=jnp.float32, backend=self.backend)
+            for x, rope in kinds
+        }
 
 
 @partial(jax.jit, static_argnums=(0, 1))

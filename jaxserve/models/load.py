@@ -6,8 +6,9 @@ over the jit border. Where the tensors come from is the caller's `read`; the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,14 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.attention import Attention
 from jaxserve.models.decoder import Decoder, DecoderLayer
 from jaxserve.models.host_memory import HostMemory
-from jaxserve.models.mlp import GatedMLP
-from jaxserve.models.norm import RMSNorm
+from jaxserve.models.mlp import MLP
+from jaxserve.models.norm import Norm
 from jaxserve.models.registry import family_of
-from jaxserve.models.spec import ModelSpec, TensorSpec
+from jaxserve.models.spec import AttentionSpec, ModelSpec, NormSpec, TensorSpec
+from jaxserve.models.tensors import logical_tensors, norm_names
 
 Read = Callable[[str], np.ndarray]
+Change = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Device | None = None, attention: str | None = None) -> Decoder:
@@ -43,15 +46,17 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
         CheckpointError: A tensor is missing or has another shape than the config says.
     """
     loader = _Loader(spec, read, storage_dtype(dtype, (device or jax.devices()[0]).platform), device)
-    head = None if spec.is_tied else loader.optional("lm_head.weight")
-    spec = replace(spec, is_tied=head is None)
+    head = None if spec.head.is_tied else loader.optional("lm_head.weight")
+    spec = replace(spec, head=replace(spec.head, is_tied=head is None))
     return Decoder(
         spec,
         dtype,
         embed=loader.tensor("embed_tokens.weight"),
-        layers=[_load_layer(loader, spec, i, attention) for i in range(spec.num_layers)],
-        norm=RMSNorm(loader.tensor("norm.weight"), spec.norm_eps),
+        layers=[_Layer(loader, spec, i, attention).load() for i in range(spec.num_layers)],
+        norm=loader.norm("norm", spec.norm),
         head=head,
+        positions=loader.tensor("embed_positions.weight") if spec.embedding.num_positions is not None else None,
+        head_bias=loader.tensor("lm_head.bias") if spec.head.has_bias else None,
         backend=attention,
     )
 
@@ -88,15 +93,15 @@ class _Loader:
     """Reads logical tensors, checks their shapes, casts them and puts them on the device."""
 
     def __init__(self, spec: ModelSpec, read: Read, dtype: np.dtype[Any], device: jax.Device | None) -> None:
-        self._specs: dict[str, TensorSpec] = {tensor.name: tensor for tensor in family_of(spec).tensors(spec)}
+        self._specs: dict[str, TensorSpec] = {tensor.name: tensor for tensor in logical_tensors(family_of(spec), spec)}
         self._read, self._dtype, self._device = read, dtype, device
         # On CPU the device's arrays are these very ones.
         is_cpu = (device or jax.devices()[0]).platform == "cpu"
         self._empty = HostMemory().empty if is_cpu else np.empty
 
-    def tensor(self, name: str) -> jax.Array:
-        """One tensor as it is."""
-        return self.fused(self._specs[name].shape, {name: ()})
+    def tensor(self, name: str, dtype: DTypeLike | None = None) -> jax.Array:
+        """One tensor as it is, in the weights' dtype or the given one."""
+        return self.fused(self._specs[name].shape, {name: ()}, dtype=dtype)
 
     def optional(self, name: str) -> jax.Array | None:
         """One tensor, or None where the checkpoint lacks it."""
@@ -105,12 +110,27 @@ class _Loader:
         except KeyError:
             return None
 
-    def fused(self, shape: tuple[int, ...], parts: dict[str, tuple[int | slice, ...]]) -> jax.Array:
-        """Several tensors in one array of `shape`, each at its place."""
-        fused = self._empty(shape, self._dtype)
+    def norm(self, name: str, spec: NormSpec, change: Change | None = None) -> Norm:
+        """One normalization; `change` is applied to its weight and bias."""
+        names = [f"{name}.weight", f"{name}.bias"][: 2 if spec.has_bias else 1]
+        arrays = [self.fused(self._specs[n].shape, {n: ()}, {n: change} if change else {}) for n in names]
+        return Norm(spec, *arrays)
+
+    def fused(
+        self,
+        shape: tuple[int, ...],
+        parts: Mapping[str, tuple[int | slice, ...]],
+        changes: Mapping[str, Change] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """Several tensors in one array of `shape`, each at its place, after its change where it has one."""
+        fused = self._empty(shape, self._dtype if dtype is None else dtype)
         for name, place in parts.items():
+            array = self._checked(name)
+            if changes and name in changes:
+                array = changes[name](array)
             view = fused[place]
-            view[...] = self._checked(name).reshape(view.shape)
+            view[...] = array.reshape(view.shape)
         return jax.device_put(fused, self._device)
 
     def _checked(self, name: str) -> np.ndarray:
@@ -126,36 +146,79 @@ class _Loader:
         return array
 
 
-def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, attention: str | None) -> DecoderLayer:
-    k, g, h, d, f = spec.num_kv_heads, spec.num_query_groups, spec.head_dim, spec.hidden_size, spec.mlp_size
-    group, _ = spec.kv_places[layer]
+class _Layer:
+    """Loads the parts of one layer."""
 
-    def qkv(kind: str, *tail: int) -> jax.Array:
-        every = slice(None)
-        places: dict[str, tuple[int | slice, ...]] = {"q": (every, slice(g)), "k": (every, g), "v": (every, g + 1)}
-        return loader.fused((k, g + 2, h, *tail), {f"layers.{layer}.self_attn.{n}_proj.{kind}": place for n, place in places.items()})
+    def __init__(self, loader: _Loader, spec: ModelSpec, index: int, backend: str | None) -> None:
+        self._loader, self._model, self._spec, self._backend = loader, spec, spec.layers[index], backend
+        self._prefix = f"layers.{index}."
 
-    def gate_up(kind: str, *tail: int) -> jax.Array:
-        return loader.fused((2, f, *tail), {f"layers.{layer}.mlp.{n}_proj.{kind}": (i,) for i, n in enumerate(("gate", "up"))})
+    def load(self) -> DecoderLayer:
+        names = norm_names(self._model)
+        norms = {name: self._loader.norm(self._prefix + name, self._model.norm) for name in names}
+        return DecoderLayer(self._model.block, self._attention(), self._mlp(), norms)
 
-    return DecoderLayer(
-        attention_norm=RMSNorm(loader.tensor(f"layers.{layer}.input_layernorm.weight"), spec.norm_eps),
-        attention=Attention(
+    def _attention(self) -> Attention:
+        spec, prefix, loader = self._spec.attention, self._prefix + "self_attn.", self._loader
+        norm = None if spec.qk_norm is None else spec.qk_norm.norm
+        order = _rotary_order(spec)
+        q_norm = k_norm = None
+        if norm is not None and spec.qk_norm is not None:
+            has_weight, in_order = spec.qk_norm.scope != "plain", partial(_reordered, order=order, head_dim=spec.head_dim)
+            q_norm = loader.norm(prefix + "q_norm", norm, in_order) if has_weight else Norm(norm, None)
+            k_norm = loader.norm(prefix + "k_norm", norm, in_order) if has_weight else Norm(norm, None)
+        return Attention(
             spec,
-            qkv=qkv("weight", d),
-            out=loader.tensor(f"layers.{layer}.self_attn.o_proj.weight"),
-            qkv_bias=qkv("bias") if spec.biases.qkv else None,
-            out_bias=loader.tensor(f"layers.{layer}.self_attn.o_proj.bias") if spec.biases.attention_out else None,
-            window=spec.kv_groups[group].window,
-            backend=attention,
-        ),
-        mlp_norm=RMSNorm(loader.tensor(f"layers.{layer}.post_attention_layernorm.weight"), spec.norm_eps),
-        mlp=GatedMLP(
+            qkv=self._qkv("weight", (self._model.hidden_size,), order),
+            out=loader.tensor(prefix + "o_proj.weight"),
+            qkv_bias=self._qkv("bias", (), order) if spec.has_qkv_bias else None,
+            out_bias=loader.tensor(prefix + "o_proj.bias") if spec.has_out_bias else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            sinks=loader.tensor(prefix + "sinks", np.float32) if spec.has_sinks else None,
+            backend=self._backend,
+        )
+
+    def _qkv(self, kind: str, tail: tuple[int, ...], order: np.ndarray | None) -> jax.Array:
+        """Query, key, value and gate projections in one array, see `Attention`."""
+        spec, every = self._spec.attention, slice(None)
+        g = spec.num_query_groups
+        places: dict[str, tuple[int | slice, ...]] = {"q": (every, slice(g)), "k": (every, g), "v": (every, g + 1)}
+        if spec.has_gate:
+            places["gate"] = (every, slice(g + 2, None))
+        shape = (spec.num_kv_heads, (2 if spec.has_gate else 1) * g + 2, spec.head_dim, *tail)
+        in_order = partial(_reordered, order=order, head_dim=spec.head_dim, tail=tail)
+        parts = {f"{self._prefix}self_attn.{name}_proj.{kind}": place for name, place in places.items()}
+        return self._loader.fused(shape, parts, dict.fromkeys(list(parts)[:2], in_order))
+
+    def _mlp(self) -> MLP:
+        spec, prefix, loader = self._spec.mlp, self._prefix + "mlp.", self._loader
+        parts = ("gate", "up") if spec.is_gated else ("up",)
+
+        def inner(kind: str, *tail: int) -> jax.Array:
+            return loader.fused((len(parts), spec.size, *tail), {f"{prefix}{name}_proj.{kind}": (i,) for i, name in enumerate(parts)})
+
+        return MLP(
             spec.activation,
-            gate_up=gate_up("weight", d),
-            down=loader.tensor(f"layers.{layer}.mlp.down_proj.weight"),
-            gate_up_bias=gate_up("bias") if spec.biases.mlp else None,
-            down_bias=loader.tensor(f"layers.{layer}.mlp.down_proj.bias") if spec.biases.mlp else None,
-            backend=attention,
-        ),
-    )
+            inner=inner("weight", self._model.hidden_size),
+            down=loader.tensor(prefix + "down_proj.weight"),
+            inner_bias=inner("bias") if spec.has_bias else None,
+            down_bias=loader.tensor(prefix + "down_proj.bias") if spec.has_bias else None,
+            backend=self._backend,
+        )
+
+
+def _rotary_order(spec: AttentionSpec) -> np.ndarray | None:
+    """Where each dimension of a head comes from, so that `rope.rotate` finds a pair's halves where it looks; None changes nothing.
+
+    Queries and keys are reordered alike, which leaves their dot products as they are.
+    """
+    if spec.rope is None or not spec.rope.is_interleaved:
+        return None
+    dim = spec.rope.rotary_dim
+    return np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2), np.arange(dim, spec.head_dim)])
+
+
+def _reordered(array: np.ndarray, *, order: np.ndarray | None, head_dim: int, tail: tuple[int, ...] = ()) -> np.ndarray:
+    """The array, heads one after the other with `tail` axes behind, with the dimensions of every head in another order."""
+    return array if order is None else array.reshape(-1, head_dim, *tail)[:, order].reshape(array.shape)

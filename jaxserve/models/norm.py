@@ -1,4 +1,8 @@
-"""RMS normalization. The mean square is taken in float32 whatever the activations' dtype."""
+"""RMS and layer normalization. Statistics are taken in float32 whatever the activations' dtype.
+
+Formulas and roundings follow the norm classes of transformers' models (5.24): LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, CohereLayerNorm and
+torch's LayerNorm. Which one a model has is its `NormSpec`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,30 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxserve.models.spec import NormSpec
 
-class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x ** 2) + eps) * weight`; the quotient is rounded to the dtype of `x` before the weight, as in transformers."""
 
-    def __init__(self, weight: Float[Array, "D"], eps: float) -> None:
-        self.weight = nnx.Param(weight)
-        self.eps = eps
+class Norm(nnx.Module):
+    """`(x - mean) / sqrt(variance + eps) * weight + bias`; RMS has neither mean nor bias.
 
-    def __call__(self, x: Float[Array, "T D"]) -> jax.Array:
-        """Returns `[T, D]` in the dtype of `x`."""
+    The weight has the last axes of what is normalized: [H], or [N, H] for one of its own for each head; None multiplies by nothing.
+    """
+
+    def __init__(self, spec: NormSpec, weight: Float[Array, "*heads H"] | None, bias: Float[Array, "*heads H"] | None = None) -> None:
+        self.spec, self.weight, self.bias = spec, nnx.Param(weight), nnx.Param(bias)
+
+    def __call__(self, x: Float[Array, "*rows H"]) -> jax.Array:
+        """Returns the shape and dtype of `x`; each last axis is normalized by itself."""
+        spec, weight, bias = self.spec, self.weight.get_value(), self.bias.get_value()
         wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * scale).astype(x.dtype) * self.weight[...].astype(x.dtype)[None]
+        if spec.is_centered:
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.eps)
+        if weight is None:
+            return wide.astype(x.dtype)
+        leading = (None,) * (x.ndim - weight.ndim)
+        if not (spec.is_wide or spec.is_offset or spec.is_centered):
+            # As LlamaRMSNorm: the quotient is rounded before the weight.
+            return wide.astype(x.dtype) * weight[leading].astype(x.dtype)
+        wide = wide * (weight[leading].astype(jnp.float32) + (1.0 if spec.is_offset else 0.0))
+        return (wide if bias is None else wide + bias[leading].astype(jnp.float32)).astype(x.dtype)

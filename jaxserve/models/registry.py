@@ -7,13 +7,36 @@ Unwraps multimodal configs to their text model. Knows which families exist and n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.families.cohere import COHERE, COHERE2
+from jaxserve.models.families.ernie4_5 import ERNIE4_5
+from jaxserve.models.families.exaone4 import EXAONE4
+from jaxserve.models.families.falcon import FALCON
+from jaxserve.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxserve.models.families.glm4 import GLM4
+from jaxserve.models.families.gpt2 import GPT2
+from jaxserve.models.families.gpt_bigcode import GPT_BIGCODE
+from jaxserve.models.families.gpt_neox import GPT_NEOX
+from jaxserve.models.families.gptj import GPTJ
+from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.olmo import OLMO2, OLMO3
+from jaxserve.models.families.opt import OPT
+from jaxserve.models.families.phi import PHI
+from jaxserve.models.families.phi3 import PHI3
+from jaxserve.models.families.qwen import QWEN2, QWEN3
+from jaxserve.models.families.smollm3 import SMOLLM3
+from jaxserve.models.families.stablelm import STABLELM
+from jaxserve.models.families.starcoder2 import STARCODER2
 from jaxserve.models.spec import Family, ModelSpec
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (
+    COHERE, COHERE2, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GPT2, GPT_BIGCODE, GPT_NEOX, GPTJ, GRANITE, LLAMA, OLMO2,
+    OLMO3, OPT, PHI, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2,
+)  # fmt: skip
 
 _INHERITED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 """What a text model's config takes from its multimodal wrapper where it is silent."""
@@ -54,9 +77,13 @@ def _find_family(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or ()
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures) or (not architectures and model_type in family.model_types):
+        known = family.architectures
+        if any(name in known for name in architectures) or (not architectures and model_type in known.values()):
             return family
+    names = supported_architectures()
+    near = get_close_matches(next(iter(architectures), ""), names, n=1)
     raise CheckpointError(
-        f"Unsupported model: architectures {list(architectures)}, model_type {model_type!r}. "
-        f"Supported architectures: {', '.join(supported_architectures())}."
+        f"Unsupported model: architectures {list(architectures)}, model_type {model_type!r}."
+        + (f" The nearest supported one is {near[0]}." if near else "")
+        + f" Supported architectures: {', '.join(names)}."
     )

@@ -18,8 +18,23 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
 
 
-def resolve_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeSpec:
+def resolve_rope(
+    config: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    default_theta: float = DEFAULT_THETA,
+    default_partial: float = 1.0,
+    is_interleaved: bool = False,
+) -> RopeSpec:
     """The rotary embedding of a model with one table for all layers.
+
+    Args:
+        config: The text model's.
+        head_dim: H, of which the config may say that a part is rotated.
+        max_position_embeddings: As the config says it.
+        default_theta, default_partial: Where the config is silent.
+        is_interleaved: See `RopeSpec`.
 
     Raises:
         CheckpointError: Unknown type (never a default), or a parameter is missing or of the wrong kind.
@@ -28,8 +43,8 @@ def resolve_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embed
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in KINDS:
         raise CheckpointError(f"config.json: rope type {kind!r} is not supported; supported: {', '.join(KINDS)}.")
-    theta = number(params, "rope_theta", number(config, "rope_theta", DEFAULT_THETA))
-    partial = number(params, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    theta = number(params, "rope_theta", number(config, "rope_theta", default_theta))
+    partial = number(params, "partial_rotary_factor", number(config, "partial_rotary_factor", default_partial))
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(
@@ -42,7 +57,7 @@ def resolve_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embed
     lengths = {"original_max_position_embeddings": pretrained}
     pretrained_length = positive_int(lengths, "original_max_position_embeddings", max_position_embeddings)
 
-    base: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    base: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim, "is_interleaved": is_interleaved}
     match kind:
         case "linear":
             return RopeSpec(**base, factor=number(params, "factor"))
@@ -58,6 +73,21 @@ def resolve_rope(config: Mapping[str, Any], *, head_dim: int, max_position_embed
             return _longrope(base, params, pretrained_length, max_position_embeddings)
         case _:
             return RopeSpec(**base, freq_divisors=_floats(params, "freq_divisors", rotary_dim // 2, is_required=False))
+
+
+def with_rope_of(config: Mapping[str, Any], layer_type: str, *, theta_key: str = "rope_theta") -> dict[str, Any]:
+    """The config with the rotary parameters of one layer type alone, for models that have a table for each.
+
+    New configs nest them by layer type. In old ones the scaling is that of full attention, and sliding layers have a plain table whose base
+    is at `theta_key`.
+    """
+    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "rope_theta")}
+    nested = config.get("rope_parameters") or {}
+    if layer_type in nested:
+        return plain | {"rope_parameters": nested[layer_type] or {}}
+    theta = config.get(theta_key if layer_type == "sliding_attention" else "rope_theta")
+    scaling = config.get("rope_scaling") if layer_type == "full_attention" else None
+    return plain | ({} if theta is None else {"rope_theta": theta}) | ({} if scaling is None else {"rope_scaling": scaling})
 
 
 def derived_max_model_len(rope: RopeSpec, max_position_embeddings: int) -> int:

@@ -1,14 +1,17 @@
 """What a model is, as data: the frozen, hashable description that a family derives from a checkpoint's `config.json`.
 
-A spec says everything that the decoder, the page arrays and the memory plan need. Knows no JAX, reads no files, and knows no
-architecture: families fill it in (`families/llama.py`), `registry.py` finds the family, `decoder.py` builds modules from it.
-Letters: N query heads, K kv heads, H head dim, D model, F mlp, V vocab.
+A model is a stack of layers, a layer an attention and an MLP with norms around them; each part is described by a small spec of
+its own, and layers of equal kind share equal specs. Everything that the decoder, the page arrays and the memory plan need is in
+here. Knows no JAX, reads no files, and knows no architecture: families fill it in (`families/`), `registry.py` finds the family,
+`tensors.py` lists the logical tensors, `load.py` and `decoder.py` build modules. Letters: N query heads, K kv heads, H head dim,
+D model, F mlp, V vocab, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -28,6 +31,7 @@ class RopeSpec:
         low_freq_factor, high_freq_factor: llama3's band limits.
         beta_fast, beta_slow, is_truncated: yarn's ramp, and whether its ends are rounded outwards to integers.
         short_factors, long_factors: longrope's divisors, one for each frequency.
+        is_interleaved: Pairs are neighbouring dimensions (2i, 2i + 1) instead of (i, i + half); loading reorders queries and keys.
         freq_divisors: Divisors of the default frequencies as stored in a checkpoint (GGUF `rope_freqs`), one for each.
     """
 
@@ -46,23 +50,164 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     freq_divisors: tuple[float, ...] = ()
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Biases:
-    """Which projections carry a bias."""
+class NormSpec:
+    """A normalization over the last axis.
 
-    qkv: bool = False
-    attention_out: bool = False
-    mlp: bool = False
+    Attributes:
+        eps: Added to the mean square or variance.
+        is_centered: Subtract the mean (LayerNorm); else RMS.
+        has_bias: Add a bias after the weight.
+        is_offset: The weight is stored minus one (Gemma).
+        is_wide: Multiply by the weight in float32, before rounding to the activations' dtype; it matters in bfloat16 only.
+    """
+
+    eps: float
+    is_centered: bool = False
+    has_bias: bool = False
+    is_offset: bool = False
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QKNormSpec:
+    """Normalization of queries and keys.
+
+    Attributes:
+        norm: Its formula.
+        scope: "head": over each head, one weight [H]; "heads": over each head, a weight for each [N, H]; "all": over all heads
+            together, weight [N * H]; "plain": over each head, no weight, after the rotation (Llama 4).
+    """
+
+    norm: NormSpec
+    scope: str = "head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention.
+
+    Attributes:
+        rope: None: no rotation.
+        scale: Multiplies the dot products.
+        window: A token sees the last `window` positions, itself included; None sees all.
+        chunk: A token sees its own chunk of `chunk` positions alone, up to itself (Llama 4).
+        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
+        has_sinks: A learned logit for each head that takes part in the softmax without a value (GPT-OSS).
+        clip: Queries, keys and values are clipped to [-clip, clip] (OLMo).
+        has_gate: Each head's output is multiplied by the sigmoid of a projection of its own (Qwen3-Next).
+        temperature: (floor, scale): queries are multiplied by `1 + scale * log(1 + floor((position + 1) / floor))` (Llama 4).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    scale: float
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    qk_norm: QKNormSpec | None = None
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    clip: float | None = None
+    has_gate: bool = False
+    temperature: tuple[float, float] | None = None
+
+    @property
+    def num_query_groups(self) -> int:
+        """G, query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLPSpec:
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
+
+    Attributes:
+        size: F, the width inside.
+        activation: A key of `mlp.ACTIVATIONS`.
+    """
+
+    size: int
+    activation: str
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One layer: a mixer of positions and an MLP."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSpec:
+    """How norms and parts stand in a layer, the same for all layers of a model.
+
+    Attributes:
+        has_input_norms: Attention and MLP each read a normalized residual stream (all models but OLMo 2 and its kind).
+        has_output_norms: What each gives is normalized before it is added.
+        is_parallel: Both read the same residual stream and are added at once.
+        has_shared_norm: With is_parallel: one norm before both instead of one each.
+        residual_multiplier: Multiplies what is added.
+    """
+
+    has_input_norms: bool = True
+    has_output_norms: bool = False
+    is_parallel: bool = False
+    has_shared_norm: bool = False
+    residual_multiplier: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSpec:
+    """From hidden states to logits.
+
+    Attributes:
+        is_tied: The head is the embedding.
+        multiplier: Multiplies the logits.
+        soft_cap: Logits become `soft_cap * tanh(logit / soft_cap)`, after the multiplier.
+    """
+
+    is_tied: bool
+    has_bias: bool = False
+    multiplier: float = 1.0
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingSpec:
+    """From token ids to the residual stream.
+
+    Attributes:
+        multiplier: Multiplies the embedding, rounded to the activations' dtype first.
+        num_positions: Rows of a learned position embedding that is added; None: there is none.
+        position_offset: Row of position 0 (OPT keeps two rows before it).
+    """
+
+    multiplier: float = 1.0
+    num_positions: int | None = None
+    position_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table and see the last `window` positions (None: all). The group's j-th layer uses page array j."""
+    """Layers that share a page table. The group's j-th layer uses page array j.
+
+    Attributes:
+        window, chunk: As in `AttentionSpec`; both None for layers that see everything.
+    """
 
     layer_ids: tuple[int, ...]
     window: int | None = None
+    chunk: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -70,55 +215,105 @@ class KVGroup:
         return len(self.layer_ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
+    """Layers by what they see, cut into groups of at most as many layers as the rarest kind has, so that one pool of pages serves all.
+
+    Where kinds are about equally frequent (up to 1.5 to 1), the groups are as long as the most frequent one: a few page arrays that a
+    shorter group leaves unused cost less than more page tables.
+    """
+    kinds: dict[tuple[int | None, int | None], list[int]] = {}
+    for i, layer in enumerate(layers):
+        kinds.setdefault((layer.attention.window, layer.attention.chunk), []).append(i)
+    shortest, longest = min(map(len, kinds.values())), max(map(len, kinds.values()))
+    size = longest if longest <= 1.5 * shortest else shortest
+    return tuple(
+        KVGroup(tuple(ids[start : start + size]), window, chunk)
+        for (window, chunk), ids in kinds.items()
+        for start in range(0, len(ids), size)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One decoder-only model.
 
     Attributes:
         family: Name of the family that made the spec.
         model_type, architectures: As the checkpoint calls itself.
-        mlp_size: F, width of the gate and up projections.
-        activation: silu, gelu (erf) or gelu_tanh.
-        is_tied: The head is the embedding.
-        max_position_embeddings: As in the config.
+        norm: Formula of the layers' norms and of the last one.
         derived_max_model_len: Longest sequence the position encoding is meant for, in tokens.
         dtype: bfloat16, float16 or float32, as the config names it; None where it does not.
         bos_token_ids, eos_token_ids: As in the config; generation_config and tokenizer may add to them.
-        kv_groups: Groups of layers with equal attention kind; together they hold every layer once.
     """
 
     family: str
     model_type: str
     architectures: tuple[str, ...]
     vocab_size: int
-    num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    norm_eps: float
-    activation: str
-    rope: RopeSpec
-    biases: Biases
-    is_tied: bool
-    max_position_embeddings: int
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    block: BlockSpec = BlockSpec()
+    head: HeadSpec
     derived_max_model_len: int
     dtype: str | None
-    bos_token_ids: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
-    kv_groups: tuple[KVGroup, ...]
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def num_query_groups(self) -> int:
-        """G, query heads that share a kv head."""
-        return self.num_heads // self.num_kv_heads
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
 
-    @property
+    @cached_property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Groups of layers with equal attention kind; together they hold every layer once."""
+        return kv_groups(self.layers)
+
+    @cached_property
     def kv_places(self) -> tuple[tuple[int, int], ...]:
         """For each layer its group and its place in it, which is the index of its page array."""
         places = {layer: (x, j) for x, group in enumerate(self.kv_groups) for j, layer in enumerate(group.layer_ids)}
         return tuple(places[layer] for layer in range(self.num_layers))
+
+    @property
+    def num_page_arrays(self) -> int:
+        """Page arrays: as many as the longest group has layers."""
+        return max(group.num_layers for group in self.kv_groups)
+
+    @property
+    def page_shape(self) -> tuple[int, int]:
+        """K and H of every page array."""
+        attention = self.layers[0].attention
+        return attention.num_kv_heads, attention.head_dim
+
+    @cached_property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+
+    @property
+    def rope_original_length(self) -> int | None:
+        """`RopeSpec.original_length` of the layers that have one."""
+        return next((rope.original_length for rope in self.ropes if rope.original_length is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a logical tensor lies in a source tensor that holds several: `source.reshape(view)[index]`, then the last two axes swapped.
+
+    Attributes:
+        source_shape: What the source must be.
+        view: The same elements with the parts on axes of their own.
+        index: Integers and slices, one for each leading axis of `view`.
+        is_transposed: The source keeps the input axis first (GPT-2's Conv1D, stacked experts).
+    """
+
+    source_shape: tuple[int, ...]
+    view: tuple[int, ...] = ()
+    index: tuple[int | slice, ...] = ()
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,40 +321,38 @@ class TensorSpec:
     """One logical tensor of a checkpoint.
 
     Attributes:
-        name: Logical name: the Hugging Face name without prefix, unfused, such as `layers.0.self_attn.q_proj.weight`.
-        shape: In Hugging Face's orientation; a projection is `[out, in]`.
+        name: Logical name, see `tensors.py`.
+        shape: A projection is `[out, in]`.
         sources: Names it may have in a source checkpoint; the first that exists is it.
         is_optional: May be missing (an untied head falls back to the embedding).
+        cut: None where the source tensor is the logical one.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     is_optional: bool = False
+    cut: Cut | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Models of one layout. Adding a family is adding one of these to `registry.FAMILIES`.
 
     Attributes:
         name: What `ModelSpec.family` says.
-        architectures: Values of the config's `architectures` that belong to it.
-        model_types: Values of `model_type` that belong to it, for configs that name no architecture.
+        architectures: Values of the config's `architectures` that belong to it, each with its `model_type`, for configs that
+            name no architecture.
         resolve: Makes the spec from a text model's config; CheckpointError where it cannot be served exactly.
-        tensors: All logical tensors of a spec, in file order: embedding, layers, final norm, head.
-        ignored: Regular expressions, searched in source names, of tensors left out on purpose.
-        tied_head: The same for a head that a tied checkpoint stores although it is the embedding.
+        names: Where the source keeps what: logical name -> source name without prefix, or with the cut; both may hold {i} for the layer. A
+            logical name that is missing is its own source name.
+        prefixes: What may stand before source names of the body.
+        ignored: Regular expressions, searched in source names, of tensors left out on purpose, beside `tensors.IGNORED`.
     """
 
     name: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
+    architectures: Mapping[str, str]
     resolve: Callable[[Mapping[str, Any]], ModelSpec]
-    tensors: Callable[[ModelSpec], tuple[TensorSpec, ...]]
-    ignored: tuple[str, ...]
-    tied_head: str
-
-    def ignored_patterns(self, spec: ModelSpec) -> tuple[str, ...]:
-        """`ignored`, and with a tied head the stored copy of it."""
-        return (*self.ignored, self.tied_head) if spec.is_tied else self.ignored
+    names: Callable[[ModelSpec], Mapping[str, str | tuple[str, Cut]]] = field(default=lambda spec: {})
+    prefixes: tuple[str, ...] = ("model.", "")
+    ignored: tuple[str, ...] = ()

@@ -135,7 +135,9 @@ def choose_dtype(wanted: str, device: jax.Device, spec: ModelSpec) -> str:
         return spec.dtype or "bfloat16"
     if spec.dtype == "float32":
         return "float32"
-    bfloat16_s, float32_s = (_probe(spec.hidden_size, spec.mlp_size, dtype, device) for dtype in (jnp.bfloat16, jnp.float32))
+    bfloat16_s, float32_s = (
+        _probe(spec.hidden_size, max(layer.mlp.size for layer in spec.layers), dtype, device) for dtype in (jnp.bfloat16, jnp.float32)
+    )
     choice = "bfloat16" if bfloat16_s < float32_s else "float32"
     logger.info("dtype %s: a probe took %.2f ms in bfloat16, %.2f ms in float32", choice, bfloat16_s * 1e3, float32_s * 1e3)
     return choice

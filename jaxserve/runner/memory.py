@@ -83,8 +83,8 @@ class MemoryPlan:
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: DTypeLike) -> int:
     """Bytes of one page in every page array: keys and values of `page_size` tokens, for one layer of each array."""
-    num_arrays = max(group.num_layers for group in spec.kv_groups)
-    return num_arrays * 2 * spec.num_kv_heads * page_size * spec.head_dim * jnp.dtype(dtype).itemsize
+    num_kv_heads, head_dim = spec.page_shape
+    return spec.num_page_arrays * 2 * num_kv_heads * page_size * head_dim * jnp.dtype(dtype).itemsize
 
 
 def tree_bytes(tree: Any) -> int:

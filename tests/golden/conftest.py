@@ -52,7 +52,7 @@ class TinyModel:
         shape = self.runner.shape
         limits = SchedulerLimits(
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN, num_pages=ARRAY_PAGES,
-            page_size=shape.page_size, rope_original_length=self.spec.rope.original_length,
+            page_size=shape.page_size, rope_original_length=self.spec.rope_original_length,
         )  # fmt: skip
         limits = dataclasses.replace(limits, **changes)
         info = EngineInfo(

@@ -62,7 +62,7 @@ def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logpro
 
         hits = run(engine, requests(model, greedy_request, "hit", logprobs=-1))
         num_prompt = len(model.expected["prompts"][2])
-        limit = model.spec.rope.original_length or num_prompt
+        limit = model.spec.rope_original_length or num_prompt
         # All full pages but those that hold the last token; nothing of a sequence beyond a length-dependent RoPE's original table.
         num_cached = (num_prompt - 1) // page_size * page_size if num_prompt <= limit else 0
         assert hits["hit2", 0][0].num_cached_tokens == num_cached
