@@ -20,6 +20,7 @@ from jaxserve.arrays import AttentionInputs, KVPages
 from jaxserve.models.attention import Attention, LayerInputs
 from jaxserve.models.linear import linear
 from jaxserve.models.mlp import MLP
+from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.rope import rotary_tables
 from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
@@ -32,7 +33,7 @@ class DecoderLayer(nnx.Module):
         self,
         block: BlockSpec,
         attention: Attention,
-        mlp: MLP,
+        mlp: MLP | MoE,
         norms: Mapping[str, Norm],
     ) -> None:
         self.block, self.attention, self.mlp = block, attention, mlp
@@ -42,13 +43,13 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T D"], inputs: LayerInputs, pages: Float[Array, "num_pages 2 K page_size H"], *, is_decode: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the residual stream `[T, D]` after the layer, and its pages."""
-        read = self._norm("attention_norm", x)
+        read, num_tokens = self._norm("attention_norm", x), inputs.row_start[-1]
         attended, pages = self.attention(read, inputs, pages, is_decode=is_decode)
         attended = self._scaled(self._norm("attention_out_norm", attended))
         if not self.block.is_parallel:
             x = x + attended
-            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x)))), pages
-        hidden = self.mlp(read if self.block.has_shared_norm else self._norm("mlp_norm", x))
+            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x), num_tokens))), pages
+        hidden = self.mlp(read if self.block.has_shared_norm else self._norm("mlp_norm", x), num_tokens)
         return x + (attended + self._scaled(self._norm("mlp_out_norm", hidden))), pages
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:

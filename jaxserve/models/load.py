@@ -22,9 +22,10 @@ from jaxserve.models.attention import Attention
 from jaxserve.models.decoder import Decoder, DecoderLayer
 from jaxserve.models.host_memory import HostMemory
 from jaxserve.models.mlp import MLP
+from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.registry import family_of
-from jaxserve.models.spec import AttentionSpec, ModelSpec, NormSpec, TensorSpec
+from jaxserve.models.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
 from jaxserve.models.tensors import logical_tensors, norm_names
 
 Read = Callable[[str], np.ndarray]
@@ -191,8 +192,12 @@ class _Layer:
         parts = {f"{self._prefix}self_attn.{name}_proj.{kind}": place for name, place in places.items()}
         return self._loader.fused(shape, parts, dict.fromkeys(list(parts)[:2], in_order))
 
-    def _mlp(self) -> MLP:
-        spec, prefix, loader = self._spec.mlp, self._prefix + "mlp.", self._loader
+    def _mlp(self) -> MLP | MoE:
+        spec, prefix = self._spec.mlp, self._prefix + "mlp."
+        return self._moe(spec, prefix) if isinstance(spec, MoESpec) else self._dense(spec, prefix)
+
+    def _dense(self, spec: MLPSpec, prefix: str) -> MLP:
+        loader = self._loader
         parts = ("gate", "up") if spec.is_gated else ("up",)
 
         def inner(kind: str, *tail: int) -> jax.Array:
@@ -204,6 +209,34 @@ class _Layer:
             down=loader.tensor(prefix + "down_proj.weight"),
             inner_bias=inner("bias") if spec.has_bias else None,
             down_bias=loader.tensor(prefix + "down_proj.bias") if spec.has_bias else None,
+            backend=self._backend,
+        )
+
+    def _moe(self, spec: MoESpec, prefix: str) -> MoE:
+        loader, d, f, every = self._loader, self._model.hidden_size, spec.size, range(spec.num_experts)
+
+        def inner(kind: str, *tail: int) -> jax.Array:
+            halves = (("gate", slice(f)), ("up", slice(f, None)))
+            parts = {f"{prefix}experts.{e}.{name}_proj.{kind}": (e, half) for e in every for name, half in halves}
+            return loader.fused((spec.num_experts, 2 * f, *tail), parts)
+
+        def down(kind: str, *tail: int) -> jax.Array:
+            return loader.fused((spec.num_experts, d, *tail), {f"{prefix}experts.{e}.down_proj.{kind}": (e,) for e in every})
+
+        shared = None
+        if spec.shared_size is not None:
+            shared = self._dense(MLPSpec(size=spec.shared_size, activation=spec.activation), prefix + "shared_expert.")
+        return MoE(
+            spec,
+            router=loader.tensor(prefix + "router.weight", np.float32),
+            inner=inner("weight", d),
+            down=down("weight", f),
+            router_bias=loader.tensor(prefix + "router.bias", np.float32) if spec.has_router_bias else None,
+            score_bias=loader.tensor(prefix + "router.score_bias", np.float32) if spec.has_score_bias else None,
+            inner_bias=inner("bias") if spec.has_expert_bias else None,
+            down_bias=down("bias") if spec.has_expert_bias else None,
+            shared=shared,
+            shared_gate=loader.tensor(prefix + "shared_expert_gate.weight") if spec.has_shared_gate else None,
             backend=self._backend,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.linear import linear
 
@@ -39,8 +39,8 @@ class MLP(nnx.Module):
         self.inner, self.down = nnx.Param(inner), nnx.Param(down)
         self.inner_bias, self.down_bias = nnx.Param(inner_bias), nnx.Param(down_bias)
 
-    def __call__(self, x: Float[Array, "T D"]) -> jax.Array:
-        """Returns `[T, D]` in the dtype of `x`."""
+    def __call__(self, x: Float[Array, "T D"], num_tokens: Int32[Array, ""]) -> jax.Array:
+        """Returns `[T, D]` in the dtype of `x`. `num_tokens` is for mixtures of experts, which leave padding out."""
         inner = linear(x, self.inner[...], self.inner_bias.get_value(), backend=self.backend)
         # In float32, or each operation inside the activation rounds to bfloat16.
         hidden = ACTIVATIONS[self.activation](inner[:, 0].astype(jnp.float32)).astype(x.dtype)

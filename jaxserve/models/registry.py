@@ -17,25 +17,32 @@ from jaxserve.models.families.exaone4 import EXAONE4
 from jaxserve.models.families.falcon import FALCON
 from jaxserve.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxserve.models.families.glm4 import GLM4
+from jaxserve.models.families.glm4_moe import GLM4_MOE
 from jaxserve.models.families.gpt2 import GPT2
 from jaxserve.models.families.gpt_bigcode import GPT_BIGCODE
 from jaxserve.models.families.gpt_neox import GPT_NEOX
+from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.gptj import GPTJ
 from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.granitemoe import GRANITEMOE
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.olmo import OLMO2, OLMO3
+from jaxserve.models.families.olmoe import OLMOE
 from jaxserve.models.families.opt import OPT
 from jaxserve.models.families.phi import PHI
 from jaxserve.models.families.phi3 import PHI3
 from jaxserve.models.families.qwen import QWEN2, QWEN3
+from jaxserve.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jaxserve.models.families.smollm3 import SMOLLM3
 from jaxserve.models.families.stablelm import STABLELM
 from jaxserve.models.families.starcoder2 import STARCODER2
 from jaxserve.models.spec import Family, ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
-    COHERE, COHERE2, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GPT2, GPT_BIGCODE, GPT_NEOX, GPTJ, GRANITE, LLAMA, OLMO2,
-    OLMO3, OPT, PHI, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2,
+    COHERE, COHERE2, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GLM4_MOE, GPT2, GPT_BIGCODE, GPT_NEOX, GPT_OSS, GPTJ,
+    GRANITE, GRANITEMOE, LLAMA, MIXTRAL, OLMO2,
+    OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3, STABLELM, STARCODER2,
 )  # fmt: skip
 
 _INHERITED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")

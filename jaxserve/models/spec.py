@@ -140,11 +140,48 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec:
+    """A mixture of experts in place of an MLP.
+
+    Attributes:
+        size: F, the width inside an expert.
+        top_k: Experts of a token.
+        scoring: "softmax" over all experts, or "sigmoid" of each.
+        is_normalized: A token's weights are divided by their sum.
+        scale: Multiplies the weights.
+        has_score_bias: A bias that takes part in the choice and not in the weights (DeepseekV3TopkRouter).
+        num_groups, num_top_groups, num_group_scores: Experts are chosen from the best groups alone, ranked by the sum of their best scores.
+        is_input_weighted: The weight multiplies what an expert reads instead of what it gives (Llama4TextMoe).
+        clamp: (alpha, limit) of GPT-OSS's activation.
+        shared_size: Width of an expert that sees every token; None: there is none.
+        has_shared_gate: What it gives is multiplied by the sigmoid of a projection (Qwen2MoeSparseMoeBlock).
+    """
+
+    num_experts: int
+    top_k: int
+    size: int
+    activation: str
+    scoring: str = "softmax"
+    is_normalized: bool = False
+    scale: float = 1.0
+    has_score_bias: bool = False
+    num_groups: int = 1
+    num_top_groups: int = 1
+    num_group_scores: int = 1
+    is_input_weighted: bool = False
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    clamp: tuple[float, float] | None = None
+    shared_size: int | None = None
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One layer: a mixer of positions and an MLP."""
+    """One layer: attention and an MLP, or a mixture of them."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,8 +381,8 @@ class Family:
         architectures: Values of the config's `architectures` that belong to it, each with its `model_type`, for configs that
             name no architecture.
         resolve: Makes the spec from a text model's config; CheckpointError where it cannot be served exactly.
-        names: Where the source keeps what: logical name -> source name without prefix, or with the cut; both may hold {i} for the layer. A
-            logical name that is missing is its own source name.
+        names: Where the source keeps what: logical name -> source name without prefix, or that with the cut. {i} stands for the layer, and
+            {e} for the expert unless the expert's own number is there. A logical name that is missing is its own source name.
         prefixes: What may stand before source names of the body.
         ignored: Regular expressions, searched in source names, of tensors left out on purpose, beside `tensors.IGNORED`.
     """
@@ -355,4 +392,4 @@ class Family:
     resolve: Callable[[Mapping[str, Any]], ModelSpec]
     names: Callable[[ModelSpec], Mapping[str, str | tuple[str, Cut]]] = field(default=lambda spec: {})
     prefixes: tuple[str, ...] = ("model.", "")
-    ignored: tuple[str, ...] = ()
+    ignored: Callable[[ModelSpec], tuple[str, ...]] = field(default=lambda spec: ())

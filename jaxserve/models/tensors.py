@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.models.spec import AttentionSpec, Family, MLPSpec, ModelSpec, NormSpec, TensorSpec
+from jaxserve.models.spec import AttentionSpec, Family, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
 
 WRAPPERS = ("", "language_model.", "model.language_model.")
 """Where multimodal checkpoints, new and old, keep their text model."""
@@ -35,11 +35,13 @@ def logical_tensors(family: Family, spec: ModelSpec) -> tuple[TensorSpec, ...]:
     body = [wrapper + prefix for wrapper in WRAPPERS for prefix in family.prefixes]
     result = []
     for name, shape in _shapes(spec):
-        source = names.get(_template(name), _template(name))
+        layer, expert = _number(name, "layers."), _number(name, ".experts.")
+        key = name.replace(f"layers.{layer}.", "layers.{i}.", 1)
+        source = names.get(key) or names.get(general := key.replace(f".experts.{expert}.", ".experts.{e}."), general)
         template, cut = (source, None) if isinstance(source, str) else source
         is_head = name.startswith("lm_head.")
         prefixes = [wrapper + p for wrapper in WRAPPERS for p in ("", "model.")] if is_head else body
-        sources = [prefix + template.replace("{i}", _layer(name)) for prefix in prefixes]
+        sources = [prefix + template.replace("{i}", layer).replace("{e}", expert) for prefix in prefixes]
         if name == "embed_tokens.weight" and spec.head.is_tied:
             # Writers that drop duplicate tensors may keep a tied embedding under the head's name.
             sources += [wrapper + "lm_head.weight" for wrapper in WRAPPERS]
@@ -49,16 +51,12 @@ def logical_tensors(family: Family, spec: ModelSpec) -> tuple[TensorSpec, ...]:
 
 def ignored_patterns(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """What is left out on purpose of a checkpoint of this spec."""
-    return (*family.ignored, *IGNORED, *((TIED_HEAD,) if spec.head.is_tied else ()))
+    return (*family.ignored(spec), *IGNORED, *((TIED_HEAD,) if spec.head.is_tied else ()))
 
 
-def _template(name: str) -> str:
-    layer = _layer(name)
-    return name.replace(f"layers.{layer}.", "layers.{i}.", 1) if layer else name
-
-
-def _layer(name: str) -> str:
-    return name.split(".")[1] if name.startswith("layers.") else ""
+def _number(name: str, before: str) -> str:
+    """The number after a part of the name; empty where it has none."""
+    return name.partition(before)[2].partition(".")[0]
 
 
 def _shapes(spec: ModelSpec) -> Shapes:
@@ -70,7 +68,7 @@ def _shapes(spec: ModelSpec) -> Shapes:
         for name in norm_names(spec):
             yield from norm_shapes(f"layers.{i}.{name}", spec.norm, d)
         yield from _attention(f"layers.{i}.self_attn.", layer.attention, d)
-        yield from _mlp(f"layers.{i}.mlp.", layer.mlp, d)
+        yield from (_moe if isinstance(layer.mlp, MoESpec) else _mlp)(f"layers.{i}.mlp.", layer.mlp, d)
     yield from norm_shapes("norm", spec.norm, d)
     if not spec.head.is_tied:
         yield "lm_head.weight", (vocab, d)
@@ -117,6 +115,19 @@ def _mlp(prefix: str, spec: MLPSpec, d: int) -> Shapes:
         yield from _linear(prefix + "gate_proj", spec.size, d, spec.has_bias)
     yield from _linear(prefix + "up_proj", spec.size, d, spec.has_bias)
     yield from _linear(prefix + "down_proj", d, spec.size, spec.has_bias)
+
+
+def _moe(prefix: str, spec: MoESpec, d: int) -> Shapes:
+    yield from _linear(prefix + "router", spec.num_experts, d, spec.has_router_bias)
+    if spec.has_score_bias:
+        yield prefix + "router.score_bias", (spec.num_experts,)
+    for e in range(spec.num_experts):
+        expert = MLPSpec(size=spec.size, activation=spec.activation, has_bias=spec.has_expert_bias)
+        yield from _mlp(f"{prefix}experts.{e}.", expert, d)
+    if spec.shared_size is not None:
+        yield from _mlp(prefix + "shared_expert.", MLPSpec(size=spec.shared_size, activation=spec.activation), d)
+        if spec.has_shared_gate:
+            yield prefix + "shared_expert_gate.weight", (1, d)
 
 
 def _linear(name: str, num_out: int, num_in: int, has_bias: bool) -> Shapes:

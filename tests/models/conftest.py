@@ -19,6 +19,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import load_model, merge_model, split_model
 from jaxserve.models.registry import family_of, resolve_spec
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.tensors import logical_tensors
 
 PAGE_SIZE = 8
 PAGES_PER_ROW = 12
@@ -46,7 +47,7 @@ class Golden:
 def logical_tensors(spec: ModelSpec, source: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Source tensors under their logical names, found as conversion finds them."""
     found = {}
-    for tensor in family_of(spec).tensors(spec):
+    for tensor in logical_tensors(family_of(spec), spec):
         names = [name for name in tensor.sources if name in source]
         assert names or tensor.is_optional, tensor.name
         if names:
@@ -94,8 +95,9 @@ class SequenceRun:
     def start(self, rope_length: int = 0) -> None:
         """Begins a new sequence, admitted at `rope_length` tokens, in pages that hold NaN: no token may read one unwritten."""
         spec = self.model.spec
-        shape = (2 * PAGES_PER_ROW, 2, spec.num_kv_heads, PAGE_SIZE, spec.head_dim)
-        self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_layers))
+        num_kv_heads, head_dim = spec.page_shape
+        shape = (2 * PAGES_PER_ROW, 2, num_kv_heads, PAGE_SIZE, head_dim)
+        self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_page_arrays))
         self.length, self.rope_length = 0, rope_length
 
     def inputs(self, num_tokens: int) -> AttentionInputs:

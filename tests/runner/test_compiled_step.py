@@ -48,7 +48,7 @@ def test_no_weight_or_page_array_is_copied_or_converted(dtype, is_decode):
     bucket = next(b for b in buckets.all() if b.is_decode is is_decode)
     compiled = runner.lower(bucket)().compile()
     spec = runner.spec
-    pages = NUM_PAGES * 2 * spec.num_kv_heads * 16 * spec.head_dim
+    pages = NUM_PAGES * 2 * math.prod(spec.page_shape) * 16
     weights = {w.size for w in runner._weights if w.ndim > 1}
     # Not every array of that many elements is a weight, but none of the step's own arrays has as many.
     too_large = [(size, op) for size, op in moved_shapes(compiled.as_text()) if size == pages or size in weights]

@@ -20,6 +20,7 @@ from jaxserve.models.spec import (
     LayerSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
     RopeSpec,
 )
@@ -97,6 +98,20 @@ class Config:
         size = self.int("intermediate_size") if "size" not in options else 0
         kind = config_values.activation(self.values) if "activation" not in options else ""
         return MLPSpec(**{"size": size, "activation": kind} | options)
+
+    def moe(self, **options: Any) -> MoESpec:
+        """A mixture of experts of the config's sizes and activation."""
+        sizes: dict[str, Any] = {"top_k": self.int("num_experts_per_tok"), "activation": config_values.activation(self.values)}
+        if "num_experts" not in options:
+            sizes["num_experts"] = self.int("num_experts")
+        if "size" not in options:
+            sizes["size"] = self.int("moe_intermediate_size")
+        spec = MoESpec(**sizes | options)
+        if spec.top_k > spec.num_experts or spec.num_experts % spec.num_groups:
+            raise CheckpointError(
+                f"config.json: {spec.top_k} of {spec.num_experts} experts in {spec.num_groups} groups: a token cannot choose so."
+            )
+        return spec
 
     def windows(self, default: Callable[[int], bool]) -> list[int | None]:
         """The window of every layer: by `layer_types` where the config has them, else where `default` of the layer is true."""

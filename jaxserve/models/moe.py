@@ -1,0 +1,166 @@
+"""A mixture of experts: a router chooses a few MLPs for each token, and only those are computed.
+
+Tokens are copied to rows sorted by expert and padded to blocks, each block is multiplied by its expert's matrices
+(`pallas_kernels.grouped_linear`), and the rows of a token are added up with its weights. Cost and memory follow the rows, not the
+number of experts. Routing is in float32. Formulas: the MoE modules of transformers (5.24) named in `spec.MoESpec`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxserve.models.linear import linear
+from jaxserve.models.mlp import ACTIVATIONS, MLP
+from jaxserve.models.spec import MoESpec
+from pallas_kernels import grouped_linear
+
+MIN_BLOCK, MAX_BLOCK = 4, 64
+"""Rows of a block: about as many as an expert gets, so that few are padding and few blocks share an expert."""
+
+
+class Choice(NamedTuple):
+    """The experts of each token and the weights of what they give, `[T, top_k]`."""
+
+    expert: Int32[Array, "T top_k"]
+    weight: Float[Array, "T top_k"]
+
+
+def route(
+    spec: MoESpec, x: Float[Array, "T D"], router: Float[Array, "E D"], bias: Float[Array, "E"] | None, score_bias: Float[Array, "E"] | None
+) -> Choice:
+    """Which experts see which tokens."""
+    logits = linear(x.astype(jnp.float32), router, bias, backend="xla")
+    scores = nnx.sigmoid(logits) if spec.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    ranked = scores if score_bias is None else scores + score_bias[None]
+    if spec.num_groups > 1:
+        ranked = jnp.where(_allowed(spec, ranked), ranked, -jnp.inf)
+    _, expert = lax.top_k(ranked, spec.top_k)
+    weight = jnp.take_along_axis(scores, expert, axis=-1)
+    if spec.is_normalized:
+        weight = weight / (weight.sum(axis=-1, keepdims=True) + 1e-20)
+    return Choice(expert, weight * spec.scale)
+
+
+def _allowed(spec: MoESpec, scores: Float[Array, "T E"]) -> Bool[Array, "T E"]:
+    """Experts in the best groups: DeepSeek-V2 ranks a group by its best expert, V3 by the sum of its best two."""
+    groups = scores.reshape(scores.shape[0], spec.num_groups, -1)
+    best, _ = lax.top_k(groups, spec.num_group_scores)
+    _, chosen = lax.top_k(best.sum(axis=-1), spec.num_top_groups)
+    is_chosen = jax.nn.one_hot(chosen, spec.num_groups, dtype=jnp.bool_).any(axis=1)
+    return jnp.repeat(is_chosen, groups.shape[-1], axis=-1)
+
+
+class Blocks(NamedTuple):
+    """Where each token's copies lie.
+
+    Attributes:
+        row: The row of each token's copy for each of its experts.
+        token: The token of each row (any for padding rows), M rows.
+        expert: The expert of each block.
+        num_used: Blocks that hold rows.
+    """
+
+    row: Int32[Array, "T top_k"]
+    token: Int32[Array, "M"]
+    expert: Int32[Array, "num_blocks"]
+    num_used: Int32[Array, ""]
+
+
+def block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Rows of a block for a step of `num_tokens`."""
+    share = num_tokens * top_k / num_experts
+    size = MIN_BLOCK
+    while size < min(share, MAX_BLOCK):
+        size *= 2
+    return size
+
+
+def sort_into_blocks(expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int) -> Blocks:
+    """Rows by expert, each expert's padded to whole blocks. Tokens from `num_tokens` on are padding and get rows after all others."""
+    num_all, top_k = expert.shape
+    num_copies, size = num_all * top_k, block_size(num_all, top_k, num_experts)
+    # Every expert with rows wastes less than a block; there are no more blocks than copies.
+    num_blocks = min(num_copies, num_copies // size + num_experts)
+    is_real = jnp.arange(num_all) < num_tokens
+    flat = jnp.where(is_real[:, None], expert, num_experts).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    count = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
+    num_expert_blocks = ((count + size - 1) // size)[:num_experts]
+    last_block = jnp.cumsum(num_expert_blocks)
+    first_row = jnp.concatenate([last_block - num_expert_blocks, last_block[-1:]]) * size
+    first_copy = jnp.cumsum(count) - count
+    sorted_expert = flat[order]
+    sorted_row = first_row[sorted_expert] + jnp.arange(num_copies) - first_copy[sorted_expert]
+    row = jnp.zeros(num_copies, jnp.int32).at[order].set(sorted_row)
+    token = jnp.zeros(num_blocks * size, jnp.int32).at[row].set(jnp.arange(num_copies) // top_k, mode="drop")
+    block_expert = jnp.minimum(jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right"), num_experts - 1)
+    return Blocks(row.reshape(expert.shape), token, block_expert.astype(jnp.int32), last_block[-1])
+
+
+class MoE(nnx.Module):
+    """Weights: `router` [E, D] float32, `inner` [E, 2 * F, D] (gate, then up), `down` [E, D, F].
+
+    Where the model has them: biases of each, `score_bias` [E], the `shared` expert and its `shared_gate` [1, D].
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        router: Float[Array, "E D"],
+        inner: Float[Array, "E 2F D"],
+        down: Float[Array, "E D F"],
+        *,
+        router_bias: Float[Array, "E"] | None = None,
+        score_bias: Float[Array, "E"] | None = None,
+        inner_bias: Float[Array, "E 2F"] | None = None,
+        down_bias: Float[Array, "E D"] | None = None,
+        shared: MLP | None = None,
+        shared_gate: Float[Array, "1 D"] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.spec, self.backend = spec, backend
+        self.router, self.router_bias, self.score_bias = nnx.Param(router), nnx.Param(router_bias), nnx.Param(score_bias)
+        self.inner, self.inner_bias = nnx.Param(inner), nnx.Param(inner_bias)
+        self.down, self.down_bias = nnx.Param(down), nnx.Param(down_bias)
+        self.shared, self.shared_gate = nnx.data(shared), nnx.Param(shared_gate)
+
+    def __call__(self, x: Float[Array, "T D"], num_tokens: Int32[Array, ""]) -> jax.Array:
+        """Returns `[T, D]` in the dtype of `x`; tokens from `num_tokens` on are padding."""
+        choice = route(self.spec, x, self.router[...], self.router_bias.get_value(), self.score_bias.get_value())
+        blocks = sort_into_blocks(choice.expert, num_tokens, self.spec.num_experts)
+        rows, weight = x[blocks.token], choice.weight
+        if self.spec.is_input_weighted:
+            row_weight = jnp.zeros(rows.shape[0], weight.dtype).at[blocks.row].set(weight, mode="drop")
+            rows, weight = (rows * row_weight[:, None]).astype(x.dtype), jnp.ones_like(weight)
+        expert, num_used = blocks.expert, blocks.num_used
+        inner = grouped_linear(rows, self.inner[...], self.inner_bias.get_value(), expert, num_used, implementation=self.backend)
+        hidden = self._activated(inner).astype(x.dtype)
+        out = grouped_linear(hidden, self.down[...], self.down_bias.get_value(), expert, num_used, implementation=self.backend)
+        # Copies of padding tokens lie past the last block; what they add is never read, but must be there to be gathered.
+        copies = out.at[blocks.row].get(mode="fill", fill_value=0.0)
+        result = jnp.einsum("tkd,tk->td", copies.astype(jnp.float32), weight).astype(x.dtype)
+        return result if self.shared is None else result + self._shared(x, num_tokens)
+
+    def _activated(self, inner: Float[Array, "M 2F"]) -> jax.Array:
+        gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+        if self.spec.clamp is None:
+            return ACTIVATIONS[self.spec.activation](gate) * up
+        # GptOssExperts: bounded on both sides, a sharper gate, and one added to the linear part.
+        alpha, limit = self.spec.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * nnx.sigmoid(alpha * gate) * (up + 1.0)
+
+    def _shared(self, x: Float[Array, "T D"], num_tokens: Int32[Array, ""]) -> jax.Array:
+        """What the expert of all tokens adds."""
+        assert self.shared is not None
+        out, gate = self.shared(x, num_tokens), self.shared_gate.get_value()
+        if gate is None:
+            return out
+        opened = nnx.sigmoid(linear(x, gate, out_dtype=jnp.float32, backend="xla"))
+        return (out * opened).astype(x.dtype)

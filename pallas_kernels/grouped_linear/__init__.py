@@ -1,0 +1,1 @@
+"""Rows sorted by expert times the experts' matrices. The entrance is `api`."""
