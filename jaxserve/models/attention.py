@@ -84,6 +84,7 @@ class Attention(nnx.Module):
             is_decode=is_decode,
             scale=spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
             soft_cap=spec.soft_cap,
             sinks=self.sinks.get_value(),
             implementation=self.backend,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.arrays import AttentionInputs, KVPages
 from jaxserve.models.attention import Attention, LayerInputs
 from jaxserve.models.linear import linear
+from jaxserve.models.mla import LatentAttention
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
@@ -32,7 +33,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         block: BlockSpec,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp: MLP | MoE,
         norms: Mapping[str, Norm],
     ) -> None:

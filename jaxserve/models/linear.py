@@ -9,10 +9,16 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels
+
+
+def headwise(x: Float[Array, "T N in"], weight: Float[Array, "N out in"]) -> jax.Array:
+    """Each head's own matrix: `x[:, n] @ weight[n].T`. Returns `[T, N, out]` in the dtype of `x`; sums are kept in float32."""
+    return jnp.einsum("tni,noi->tno", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def linear(

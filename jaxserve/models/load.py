@@ -21,11 +21,12 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.attention import Attention
 from jaxserve.models.decoder import Decoder, DecoderLayer
 from jaxserve.models.host_memory import HostMemory
+from jaxserve.models.mla import LatentAttention
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.registry import family_of
-from jaxserve.models.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec, TensorSpec
 from jaxserve.models.tensors import logical_tensors, norm_names
 
 Read = Callable[[str], np.ndarray]
@@ -157,12 +158,52 @@ class _Layer:
     def load(self) -> DecoderLayer:
         names = norm_names(self._model)
         norms = {name: self._loader.norm(self._prefix + name, self._model.norm) for name in names}
-        return DecoderLayer(self._model.block, self._attention(), self._mlp(), norms)
+        spec, prefix = self._spec.attention, self._prefix + "self_attn."
+        attention = self._latent(spec, prefix) if isinstance(spec, LatentAttentionSpec) else self._attention(spec, prefix)
+        return DecoderLayer(self._model.block, attention, self._mlp(), norms)
 
-    def _attention(self) -> Attention:
-        spec, prefix, loader = self._spec.attention, self._prefix + "self_attn.", self._loader
+    def _latent(self, spec: LatentAttentionSpec, prefix: str) -> LatentAttention:
+        loader, head = self._loader, spec.nope_dim + spec.rope_dim
+        source = "q_proj" if spec.query_rank is None else "q_b_proj"
+        num_inputs = self._model.hidden_size if spec.query_rank is None else spec.query_rank
+        query, down = f"{prefix}{source}.weight", f"{prefix}kv_a_proj_with_mqa"
+        in_head = partial(_reordered, order=_rotary_order(spec.rope, spec.nope_dim, head), head_dim=head, tail=(num_inputs,))
+        order = _rotary_order(spec.rope, spec.kv_rank, spec.head_dim)
+        in_down = partial(_reordered, order=order, head_dim=spec.head_dim, tail=(self._model.hidden_size,))
+        in_bias = partial(_reordered, order=order, head_dim=spec.head_dim)
+        key_shape = (spec.num_heads, spec.kv_rank, spec.nope_dim)
+        value_shape = (spec.num_heads, spec.value_dim, spec.kv_rank)
+
+        def up(is_key: bool, array: np.ndarray) -> np.ndarray:
+            heads = array.reshape(spec.num_heads, -1, spec.kv_rank)
+            return heads[:, : spec.nope_dim].swapaxes(1, 2) if is_key else heads[:, spec.nope_dim :]
+
+        biases = {}
+        if spec.has_bias:
+            biases = {"kv_down": loader.fused((spec.head_dim,), {down + ".bias": ()}, {down + ".bias": in_bias})}
+            biases["out"] = loader.tensor(prefix + "o_proj.bias")
+            if spec.query_rank is not None:
+                biases["query_down"] = loader.tensor(prefix + "q_a_proj.bias")
+        kv_up = prefix + "kv_b_proj.weight"
+        is_low_rank = spec.query_rank is not None
+        return LatentAttention(
+            spec,
+            query=loader.fused((spec.num_heads, head, num_inputs), {query: ()}, {query: in_head}),
+            query_down=loader.tensor(prefix + "q_a_proj.weight") if is_low_rank else None,
+            query_norm=loader.norm(prefix + "q_a_layernorm", spec.norm) if is_low_rank else None,
+            kv_down=loader.fused((spec.head_dim, self._model.hidden_size), {down + ".weight": ()}, {down + ".weight": in_down}),
+            kv_norm=loader.norm(prefix + "kv_a_layernorm", spec.norm),
+            key_up=loader.fused(key_shape, {kv_up: ()}, {kv_up: partial(up, True)}),
+            value_up=loader.fused(value_shape, {kv_up: ()}, {kv_up: partial(up, False)}),
+            out=loader.tensor(prefix + "o_proj.weight"),
+            biases=biases,
+            backend=self._backend,
+        )
+
+    def _attention(self, spec: AttentionSpec, prefix: str) -> Attention:
+        loader = self._loader
         norm = None if spec.qk_norm is None else spec.qk_norm.norm
-        order = _rotary_order(spec)
+        order = None if spec.rope is None else _rotary_order(spec.rope, 0, spec.head_dim)
         q_norm = k_norm = None
         if norm is not None and spec.qk_norm is not None:
             has_weight, in_order = spec.qk_norm.scope != "plain", partial(_reordered, order=order, head_dim=spec.head_dim)
@@ -170,9 +211,9 @@ class _Layer:
             k_norm = loader.norm(prefix + "k_norm", norm, in_order) if has_weight else Norm(norm, None)
         return Attention(
             spec,
-            qkv=self._qkv("weight", (self._model.hidden_size,), order),
+            qkv=self._qkv(spec, "weight", (self._model.hidden_size,), order),
             out=loader.tensor(prefix + "o_proj.weight"),
-            qkv_bias=self._qkv("bias", (), order) if spec.has_qkv_bias else None,
+            qkv_bias=self._qkv(spec, "bias", (), order) if spec.has_qkv_bias else None,
             out_bias=loader.tensor(prefix + "o_proj.bias") if spec.has_out_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -180,10 +221,9 @@ class _Layer:
             backend=self._backend,
         )
 
-    def _qkv(self, kind: str, tail: tuple[int, ...], order: np.ndarray | None) -> jax.Array:
+    def _qkv(self, spec: AttentionSpec, kind: str, tail: tuple[int, ...], order: np.ndarray | None) -> jax.Array:
         """Query, key, value and gate projections in one array, see `Attention`."""
-        spec, every = self._spec.attention, slice(None)
-        g = spec.num_query_groups
+        every, g = slice(None), spec.num_query_groups
         places: dict[str, tuple[int | slice, ...]] = {"q": (every, slice(g)), "k": (every, g), "v": (every, g + 1)}
         if spec.has_gate:
             places["gate"] = (every, slice(g + 2, None))
@@ -241,15 +281,15 @@ class _Layer:
         )
 
 
-def _rotary_order(spec: AttentionSpec) -> np.ndarray | None:
+def _rotary_order(rope: RopeSpec, start: int, head_dim: int) -> np.ndarray | None:
     """Where each dimension of a head comes from, so that `rope.rotate` finds a pair's halves where it looks; None changes nothing.
 
-    Queries and keys are reordered alike, which leaves their dot products as they are.
+    `start` is the first rotated dimension. Queries and keys are reordered alike, which leaves their dot products as they are.
     """
-    if spec.rope is None or not spec.rope.is_interleaved:
+    if not rope.is_interleaved:
         return None
-    dim = spec.rope.rotary_dim
-    return np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2), np.arange(dim, spec.head_dim)])
+    stop = start + rope.rotary_dim
+    return np.concatenate([np.arange(start), np.arange(start, stop, 2), np.arange(start + 1, stop, 2), np.arange(stop, head_dim)])
 
 
 def _reordered(array: np.ndarray, *, order: np.ndarray | None, head_dim: int, tail: tuple[int, ...] = ()) -> np.ndarray:

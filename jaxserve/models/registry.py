@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.families.cohere import COHERE, COHERE2
+from jaxserve.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxserve.models.families.ernie4_5 import ERNIE4_5
 from jaxserve.models.families.exaone4 import EXAONE4
 from jaxserve.models.families.falcon import FALCON
@@ -26,6 +27,8 @@ from jaxserve.models.families.gptj import GPTJ
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.granitemoe import GRANITEMOE
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.llama4 import LLAMA4
+from jaxserve.models.families.minicpm3 import MINICPM3
 from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.olmo import OLMO2, OLMO3
 from jaxserve.models.families.olmoe import OLMOE
@@ -40,9 +43,9 @@ from jaxserve.models.families.starcoder2 import STARCODER2
 from jaxserve.models.spec import Family, ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
-    COHERE, COHERE2, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GLM4_MOE, GPT2, GPT_BIGCODE, GPT_NEOX, GPT_OSS, GPTJ,
-    GRANITE, GRANITEMOE, LLAMA, MIXTRAL, OLMO2,
-    OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3, STABLELM, STARCODER2,
+    COHERE, COHERE2, DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GLM4_MOE, GPT2, GPT_BIGCODE,
+    GPT_NEOX, GPT_OSS, GPTJ, GRANITE, GRANITEMOE, LLAMA, LLAMA4, MINICPM3, MIXTRAL, OLMO2, OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2, QWEN2_MOE,
+    QWEN3, QWEN3_MOE, SMOLLM3, STABLELM, STARCODER2,
 )  # fmt: skip
 
 _INHERITED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")

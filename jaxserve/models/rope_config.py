@@ -121,9 +121,9 @@ def _yarn(base: dict[str, Any], params: Mapping[str, Any], pretrained_length: in
     factor = number(params, "factor", max_position_embeddings / pretrained_length)
     mscale, mscale_all_dim = params.get("mscale"), params.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     else:
-        attention_factor = _yarn_mscale(factor, 1.0)
+        attention_factor = yarn_mscale(factor, 1.0)
     return RopeSpec(
         **base,
         factor=factor,
@@ -135,7 +135,8 @@ def _yarn(base: dict[str, Any], params: Mapping[str, Any], pretrained_length: in
     )
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much attention scores grow with the context's extension (transformers' yarn_get_mscale)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

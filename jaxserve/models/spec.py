@@ -125,6 +125,39 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one small vector per position.
+
+    Pages hold that vector, normalized, and behind it the part of the key that is rotated and shared by the heads.
+
+    Attributes:
+        query_rank: Width of the vector that queries come from; None: they come from the residual stream.
+        kv_rank: Width of the vector that keys and values come from.
+        nope_dim, rope_dim, value_dim: Of each head: key without position, rotated key, value.
+        norm: Of both vectors.
+        has_bias: On the projections to the vectors and on the output.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec
+    scale: float
+    norm: NormSpec
+    has_bias: bool = False
+    window: None = None
+    chunk: None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Width of what is stored for a position."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MLPSpec:
     """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 
@@ -180,7 +213,7 @@ class MoESpec:
 class LayerSpec:
     """One layer: attention and an MLP, or a mixture of them."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | MoESpec
 
 
@@ -320,10 +353,12 @@ class ModelSpec:
         return max(group.num_layers for group in self.kv_groups)
 
     @property
-    def page_shape(self) -> tuple[int, int]:
-        """K and H of every page array."""
+    def page_shape(self) -> tuple[int, int, int]:
+        """Parts (2: keys and values; 1: latent vectors), K and H of every page array."""
         attention = self.layers[0].attention
-        return attention.num_kv_heads, attention.head_dim
+        if isinstance(attention, LatentAttentionSpec):
+            return 1, 1, attention.head_dim
+        return 2, attention.num_kv_heads, attention.head_dim
 
     @cached_property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.models.spec import AttentionSpec, Family, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
+from jaxserve.models.spec import AttentionSpec, Family, LatentAttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
 
 WRAPPERS = ("", "language_model.", "model.language_model.")
 """Where multimodal checkpoints, new and old, keep their text model."""
@@ -67,7 +67,8 @@ def _shapes(spec: ModelSpec) -> Shapes:
     for i, layer in enumerate(spec.layers):
         for name in norm_names(spec):
             yield from norm_shapes(f"layers.{i}.{name}", spec.norm, d)
-        yield from _attention(f"layers.{i}.self_attn.", layer.attention, d)
+        latent = isinstance(layer.attention, LatentAttentionSpec)
+        yield from (_latent_attention if latent else _attention)(f"layers.{i}.self_attn.", layer.attention, d)
         yield from (_moe if isinstance(layer.mlp, MoESpec) else _mlp)(f"layers.{i}.mlp.", layer.mlp, d)
     yield from norm_shapes("norm", spec.norm, d)
     if not spec.head.is_tied:
@@ -108,6 +109,20 @@ def _attention(prefix: str, spec: AttentionSpec, d: int) -> Shapes:
             yield from norm_shapes(prefix + name, spec.qk_norm.norm, *shape)
     if spec.has_sinks:
         yield prefix + "sinks", (spec.num_heads,)
+
+
+def _latent_attention(prefix: str, spec: LatentAttentionSpec, d: int) -> Shapes:
+    query = spec.num_heads * (spec.nope_dim + spec.rope_dim)
+    if spec.query_rank is None:
+        yield prefix + "q_proj.weight", (query, d)
+    else:
+        yield from _linear(prefix + "q_a_proj", spec.query_rank, d, spec.has_bias)
+        yield from norm_shapes(prefix + "q_a_layernorm", spec.norm, spec.query_rank)
+        yield prefix + "q_b_proj.weight", (query, spec.query_rank)
+    yield from _linear(prefix + "kv_a_proj_with_mqa", spec.kv_rank + spec.rope_dim, d, spec.has_bias)
+    yield from norm_shapes(prefix + "kv_a_layernorm", spec.norm, spec.kv_rank)
+    yield prefix + "kv_b_proj.weight", (spec.num_heads * (spec.nope_dim + spec.value_dim), spec.kv_rank)
+    yield from _linear(prefix + "o_proj", d, spec.num_heads * spec.value_dim, spec.has_bias)
 
 
 def _mlp(prefix: str, spec: MLPSpec, d: int) -> Shapes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -83,8 +84,7 @@ class MemoryPlan:
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: DTypeLike) -> int:
     """Bytes of one page in every page array: keys and values of `page_size` tokens, for one layer of each array."""
-    num_kv_heads, head_dim = spec.page_shape
-    return spec.num_page_arrays * 2 * num_kv_heads * page_size * head_dim * jnp.dtype(dtype).itemsize
+    return spec.num_page_arrays * math.prod(spec.page_shape) * page_size * jnp.dtype(dtype).itemsize
 
 
 def tree_bytes(tree: Any) -> int:

@@ -58,8 +58,8 @@ class RunnerShape:
 
 def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     """One page array for each layer index of a group (see `arrays.KVPages`)."""
-    num_kv_heads, head_dim = spec.page_shape
-    page = (shape.num_pages, 2, num_kv_heads, shape.page_size, head_dim)
+    num_parts, num_kv_heads, head_dim = spec.page_shape
+    page = (shape.num_pages, num_parts, num_kv_heads, shape.page_size, head_dim)
     return tuple(jax.ShapeDtypeStruct(page, dtype) for _ in range(spec.num_page_arrays))
 
 

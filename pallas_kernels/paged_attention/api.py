@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    pages: Float[Array, "num_pages 2 K page_size H"],
+    pages: Float[Array, "num_pages parts K page_size H"],
     page_tables: Int32[Array, "B P"],
     row_start: Int32[Array, "B+1"],
     kv_length: Int32[Array, "B"],
@@ -24,6 +24,7 @@ def paged_attention(
     is_decode: bool,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: str | None = None,
@@ -32,7 +33,8 @@ def paged_attention(
 
     Args:
         q: Queries; head n uses kv head n // (N // K).
-        pages: Keys (index 0) and values (index 1), float32, bfloat16 or float16. Page 0 is the null page.
+        pages: Keys (part 0) and values (part 1), float32, bfloat16 or float16; with one part the keys are the values too (latent
+            attention). Page 0 is the null page.
         page_tables: The pages of each row, in order; position s of row b is place s % page_size of page
             `page_tables[b, s // page_size]`. Entries past the row's length may hold anything.
         row_start: Row b owns tokens `[row_start[b], row_start[b + 1])`, adjacent and ascending in position.
@@ -42,6 +44,7 @@ def paged_attention(
         is_decode: T == B and token b is row b's only token, at position `kv_length[b] - 1`.
         scale: Multiplies the dot products (head_dim ** -0.5 in most models).
         window: A token at position p sees `[max(0, p - window + 1), p]`; None sees `[0, p]`.
+        chunk: A token sees the positions of its own chunk, `[p // chunk * chunk, p]` (Llama 4); not together with a window.
         soft_cap: Scores become `soft_cap * tanh(score / soft_cap)` after scaling (Gemma 2).
         sinks: A logit for each query head that takes part in the softmax but has no value (GPT-OSS).
         implementation: One of `dispatch.IMPLEMENTATIONS`; None takes the best one that this machine has.
@@ -53,14 +56,15 @@ def paged_attention(
         ValueError: unknown or unavailable `implementation`.
     """
     num_tokens, num_heads, head_dim = q.shape
-    assert pages.shape[1] == 2 and pages.shape[4] == head_dim, (q.shape, pages.shape)
+    assert pages.shape[1] in (1, 2) and pages.shape[4] == head_dim, (q.shape, pages.shape)
     assert num_heads % pages.shape[2] == 0, (q.shape, pages.shape)
     assert token_row.shape == position.shape == (num_tokens,), (token_row.shape, position.shape, q.shape)
     assert row_start.shape[0] == page_tables.shape[0] + 1 == kv_length.shape[0] + 1
     assert not is_decode or num_tokens == page_tables.shape[0], (q.shape, page_tables.shape)
-    assert window is None or window >= 1, window
+    assert window is None or (window >= 1 and chunk is None), (window, chunk)
+    assert chunk is None or chunk >= 1, chunk
     run = dispatch.load("paged_attention", implementation or dispatch.choose(jax.default_backend())[0])
     return run(
         q, pages, page_tables, row_start, kv_length, token_row, position,
-        is_decode=is_decode, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        is_decode=is_decode, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip

@@ -153,9 +153,9 @@ struct Step {
   const int32_t* position;
   const float* sinks;  // null: none
   float* out;
-  int64_t num_heads, num_kv_heads, group, head_dim, page_size, max_pages;
+  int64_t num_parts, num_heads, num_kv_heads, group, head_dim, page_size, max_pages;
   float scale, soft_cap;  // soft_cap 0: none
-  int32_t window;         // 0: none
+  int32_t window, chunk;  // 0: none
 };
 
 struct Item {
@@ -193,7 +193,7 @@ class Walk {
       if (i >= item.count) continue;
       const int32_t position = step.position[token(i)];
       last_[i] = std::min(position, step.kv_length[item.row] - 1);
-      first_[i] = step.window ? std::max(0, position - step.window + 1) : 0;
+      first_[i] = step.window ? std::max(0, position - step.window + 1) : step.chunk ? position / step.chunk * step.chunk : 0;
       lowest = std::min(lowest, first_[i]);
       highest = std::max(highest, last_[i]);
     }
@@ -217,7 +217,8 @@ class Walk {
   std::pair<const T*, int32_t> place(const Item& item, int which, int32_t at) const {
     const int32_t page_size = step_.page_size, offset = at % page_size;
     const int64_t page = step_.page_tables[item.row * step_.max_pages + at / page_size];
-    const int64_t index = ((page * 2 + which) * step_.num_kv_heads + item.kv_head) * page_size + offset;
+    const int64_t part = std::min<int64_t>(which, step_.num_parts - 1);  // with one part, keys are the values too
+    const int64_t index = ((page * step_.num_parts + part) * step_.num_kv_heads + item.kv_head) * page_size + offset;
     return {step_.pages + index * step_.head_dim, page_size - offset};
   }
 
@@ -476,7 +477,7 @@ using Floats = ffi::Buffer<ffi::F32>;
 
 template <typename T>
 ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length, Ints position,
-                Floats sinks, float scale, float soft_cap, int32_t window, bool is_decode, float* out) {
+                Floats sinks, float scale, float soft_cap, int32_t window, int32_t chunk, bool is_decode, float* out) {
   const int64_t num_rows = page_tables.dimensions()[0], num_kv_heads = pages.dimensions()[2];
   const int64_t num_tokens = q.dimensions()[0], num_heads = q.dimensions()[1], head_dim = q.dimensions()[2];
   const Step<T> step{.q = q.typed_data(),
@@ -487,6 +488,7 @@ ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page
                      .position = position.typed_data(),
                      .sinks = sinks.element_count() ? sinks.typed_data() : nullptr,
                      .out = out,
+                     .num_parts = pages.dimensions()[1],
                      .num_heads = num_heads,
                      .num_kv_heads = num_kv_heads,
                      .group = num_heads / num_kv_heads,
@@ -495,17 +497,18 @@ ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page
                      .max_pages = page_tables.dimensions()[1],
                      .scale = scale,
                      .soft_cap = soft_cap,
-                     .window = window};
+                     .window = window,
+                     .chunk = chunk};
   const int64_t num_real = is_decode ? num_tokens : step.row_start[num_rows];
   std::fill(out + num_real * num_heads * head_dim, out + num_tokens * num_heads * head_dim, 0.0f);
   return run(pool, step, num_rows, is_decode);
 }
 
 ffi::Error paged_attention(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length,
-                           Ints position, Floats sinks, float scale, float soft_cap, int32_t window, bool is_decode,
+                           Ints position, Floats sinks, float scale, float soft_cap, int32_t window, int32_t chunk, bool is_decode,
                            ffi::ResultBuffer<ffi::F32> out) {
   const auto with = [&](auto element) {
-    return call<decltype(element)>(pool, q, pages, page_tables, row_start, kv_length, position, sinks, scale, soft_cap, window, is_decode,
+    return call<decltype(element)>(pool, q, pages, page_tables, row_start, kv_length, position, sinks, scale, soft_cap, window, chunk, is_decode,
                                    out->typed_data());
   };
   switch (pages.element_type()) {
@@ -535,5 +538,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int32_t>("window")
+                                  .Attr<int32_t>("chunk")
                                   .Attr<bool>("is_decode")
                                   .Ret<Floats>());

@@ -50,6 +50,7 @@ def paged_attention(
     is_decode: bool,
     scale: float,
     window: int | None,
+    chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
@@ -66,6 +67,7 @@ def paged_attention(
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int32(window or 0),
+        chunk=np.int32(chunk or 0),
         is_decode=is_decode,
     )
     return out.astype(q.dtype)

@@ -18,12 +18,13 @@ def paged_attention(
     is_decode: bool,
     scale: float,
     window: int | None,
+    chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_rows, max_pages = page_tables.shape
-    _, _, num_kv_heads, page_size, head_dim = pages.shape
+    _, num_parts, num_kv_heads, page_size, head_dim = pages.shape
     group = q.shape[1] // num_kv_heads
     key_position = jnp.arange(max_pages * page_size)
 
@@ -32,12 +33,15 @@ def paged_attention(
         is_visible = (key_position <= at) & (key_position < length)
         if window is not None:
             is_visible &= key_position > at - window
+        if chunk is not None:
+            is_visible &= key_position >= at // chunk * chunk
         is_page_visible = is_visible.reshape(max_pages, page_size).any(axis=1)
         page_ids = jnp.where(is_page_visible, page_tables[jnp.minimum(row, num_rows - 1)], 0)
-        kv = pages[page_ids].astype(jnp.float32)  # [P, 2, K, page_size, H]
-        kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, max_pages * page_size, head_dim)
+        kv = pages[page_ids].astype(jnp.float32)  # [P, parts, K, page_size, H]
+        kv = kv.transpose(1, 2, 0, 3, 4).reshape(num_parts, num_kv_heads, max_pages * page_size, head_dim)
         # 0 x NaN is NaN: values that are not visible are taken out, not only given no weight.
-        k, v = jnp.where(is_visible[None, None, :, None], kv, 0.0)
+        kv = jnp.where(is_visible[None, None, :, None], kv, 0.0)
+        k, v = kv[0], kv[-1]
 
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, group, head_dim)
         scores = jnp.einsum("kgh,ksh->kgs", grouped, k, precision="highest") * scale

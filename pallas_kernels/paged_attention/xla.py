@@ -46,12 +46,13 @@ def paged_attention(
     is_decode: bool,
     scale: float,
     window: int | None,
+    chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_tokens, num_rows = q.shape[0], page_tables.shape[0]
-    attend = functools.partial(_attend, pages=pages, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    attend = functools.partial(_attend, pages=pages, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks)
     spare = max(ROWS_AT_ONCE, QUERY_TILE)  # the last tile of a loop may reach past the last token
     padded_q = jnp.pad(q, ((0, spare), (0, 0), (0, 0)))
     out = jnp.zeros(padded_q.shape, q.dtype)
@@ -131,12 +132,13 @@ def _attend(
     pages: jax.Array,
     scale: float,
     window: int | None,
+    chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention of W x M tokens: q [W, M, N, H], tables [W, P], position [W, M] (-1 sees nothing), end_key [W]."""
     width, num_queries, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, page_size, _ = pages.shape
+    _, num_parts, num_kv_heads, page_size, _ = pages.shape
     group = num_heads // num_kv_heads
     keys_at_once = max(MIN_KV_TILE, SCORES_AT_ONCE // (width * num_queries))
     pages_in_tile = max(1, min(keys_at_once // page_size, tables.shape[1]))
@@ -146,27 +148,25 @@ def _attend(
     queries = q.astype(jnp.float32).reshape(width, num_queries, num_kv_heads, group, head_dim)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(*packed, head_dim)
     query_position = jnp.repeat(position, group, axis=1)[:, None, :, None]  # [W, 1, M * G, 1]
-    first_key = jnp.zeros_like(end_key)
-    if window is not None:
-        seen = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position)
-        first_key = jnp.maximum(seen.min(axis=1) - (window - 1), 0)
+    first_seen = _first_seen(position, window, chunk)  # [W, M]
+    first_key = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, first_seen).min(axis=1)
+    query_first = jnp.repeat(first_seen, group, axis=1)[:, None, :, None]
 
     def one_tile(i: jax.Array, state: _Softmax) -> _Softmax:
         key_position = i * tile + jnp.arange(tile)[None]
         is_written = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])  # [W, tile]
         page_ids = jax.lax.dynamic_slice_in_dim(tables, i * pages_in_tile, pages_in_tile, axis=1)
         has_keys = is_written.reshape(width, pages_in_tile, page_size).any(axis=2)
-        kv = pages.at[jnp.where(has_keys, page_ids, 0)].get(mode="promise_in_bounds")  # [W, pages, 2, K, page_size, H]
-        kv = kv.astype(jnp.float32).transpose(2, 0, 3, 1, 4, 5).reshape(2, width, num_kv_heads, tile, head_dim)
+        kv = pages.at[jnp.where(has_keys, page_ids, 0)].get(mode="promise_in_bounds")  # [W, pages, parts, K, page_size, H]
+        kv = kv.astype(jnp.float32).transpose(2, 0, 3, 1, 4, 5).reshape(num_parts, width, num_kv_heads, tile, head_dim)
         # Values nobody may see are taken out: a weight of 0 would still let a NaN through.
-        k, v = jnp.where(is_written[None, :, None, :, None], kv, 0.0)
+        kv = jnp.where(is_written[None, :, None, :, None], kv, 0.0)
+        k, v = kv[0], kv[-1]
         scores = jnp.einsum("wkmh,wksh->wkms", queries, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         key_position = key_position[:, None, None]
-        is_visible = is_written[:, None, None, :] & (key_position <= query_position)
-        if window is not None:
-            is_visible &= key_position > query_position - window
+        is_visible = is_written[:, None, None, :] & (key_position <= query_position) & (key_position >= query_first)
         return _accumulate(state, jnp.where(is_visible, scores, -jnp.inf), v)
 
     state = _Softmax(jnp.full(packed, -jnp.inf), jnp.zeros(packed), jnp.zeros((*packed, head_dim)))
@@ -177,6 +177,13 @@ def _attend(
     values = state.values / jnp.where(state.total == 0.0, 1.0, state.total)[..., None]
     values = values.reshape(width, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return values.reshape(q.shape).astype(q.dtype)
+
+
+def _first_seen(position: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """The first position that a token at each position sees."""
+    if window is not None:
+        return jnp.maximum(position - (window - 1), 0)
+    return jnp.zeros_like(position) if chunk is None else position // chunk * chunk
 
 
 def _accumulate(state: _Softmax, scores: jax.Array, v: jax.Array) -> _Softmax:

@@ -41,7 +41,7 @@ def resolve_cohere(values: Mapping[str, Any]) -> ModelSpec:
 def resolve_cohere2(values: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config of transformers' Cohere2Config."""
     config = Config(values, _DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4})
-    rope, pattern, has_bias = config.rope(is_interleaved=True), config.int("sliding_window_pattern"), config.flag("attention_bias")
+    rope, pattern, has_bias = config.rope(is_interleaved=True), config.size("sliding_window_pattern"), config.flag("attention_bias")
     attentions = [
         config.attention(None if window is None else rope, window=window, has_qkv_bias=has_bias, has_out_bias=has_bias)
         for window in config.windows(lambda i: (i + 1) % pattern != 0)

@@ -34,7 +34,7 @@ LLAMA_NORMS = {
 
 _PLAIN_BLOCK, _PLAIN_EMBEDDING = BlockSpec(), EmbeddingSpec()
 
-_NULLABLE = ("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULLABLE = ("num_key_value_heads", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Where null has a meaning of its own; any other null stands for the default."""
 
 
@@ -50,18 +50,18 @@ class Config:
         renamed = {ours: values[theirs] for ours, theirs in (aliases or {}).items() if theirs in values}
         given = {k: v for k, v in {**values, **renamed}.items() if v is not None or k in _NULLABLE or k not in defaults}
         self.values: dict[str, Any] = {**defaults, **given}
-        self.hidden_size = self.int("hidden_size")
-        self.num_layers = self.int("num_hidden_layers")
-        self.num_heads = self.int("num_attention_heads")
-        self.num_kv_heads = self.int("num_key_value_heads", self.num_heads)
+        self.hidden_size = self.size("hidden_size")
+        self.num_layers = self.size("num_hidden_layers")
+        self.num_heads = self.size("num_attention_heads")
+        self.num_kv_heads = self.size("num_key_value_heads", self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}."
             )
-        self.head_dim = self.int("head_dim", self.hidden_size // self.num_heads)
-        self.max_position_embeddings = self.int("max_position_embeddings")
+        self.head_dim = self.size("head_dim", self.hidden_size // self.num_heads)
+        self.max_position_embeddings = self.size("max_position_embeddings")
 
-    def int(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         return config_values.positive_int(self.values, key, default)
 
@@ -95,17 +95,17 @@ class Config:
 
     def mlp(self, **options: Any) -> MLPSpec:
         """A gated MLP of the config's size and activation."""
-        size = self.int("intermediate_size") if "size" not in options else 0
+        size = self.size("intermediate_size") if "size" not in options else 0
         kind = config_values.activation(self.values) if "activation" not in options else ""
         return MLPSpec(**{"size": size, "activation": kind} | options)
 
     def moe(self, **options: Any) -> MoESpec:
         """A mixture of experts of the config's sizes and activation."""
-        sizes: dict[str, Any] = {"top_k": self.int("num_experts_per_tok"), "activation": config_values.activation(self.values)}
+        sizes: dict[str, Any] = {"top_k": self.size("num_experts_per_tok"), "activation": config_values.activation(self.values)}
         if "num_experts" not in options:
-            sizes["num_experts"] = self.int("num_experts")
+            sizes["num_experts"] = self.size("num_experts")
         if "size" not in options:
-            sizes["size"] = self.int("moe_intermediate_size")
+            sizes["size"] = self.size("moe_intermediate_size")
         spec = MoESpec(**sizes | options)
         if spec.top_k > spec.num_experts or spec.num_experts % spec.num_groups:
             raise CheckpointError(
@@ -128,7 +128,7 @@ class Config:
             is_sliding = [kind == "sliding_attention" for kind in types]
         if not self.values.get("sliding_window"):
             return [None] * self.num_layers
-        return [self.int("sliding_window") if sliding else None for sliding in is_sliding]
+        return [self.size("sliding_window") if sliding else None for sliding in is_sliding]
 
     def model(
         self,
@@ -150,7 +150,7 @@ class Config:
             family=family,
             model_type=values.get("model_type") or family,
             architectures=tuple(values.get("architectures") or (architecture,)),
-            vocab_size=self.int("vocab_size"),
+            vocab_size=self.size("vocab_size"),
             hidden_size=self.hidden_size,
             embedding=embedding,
             layers=tuple(layers),

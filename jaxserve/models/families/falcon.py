@@ -27,7 +27,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     is_new, has_bias = config.flag("new_decoder_architecture"), config.flag("bias")
     num_kv_heads = config.num_kv_heads if is_new else 1 if config.flag("multi_query") else config.num_heads
     attention = config.attention(config.rope(), num_kv_heads=num_kv_heads, has_qkv_bias=has_bias, has_out_bias=has_bias)
-    mlp = config.mlp(size=config.int("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=has_bias)
+    mlp = config.mlp(size=config.size("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=has_bias)
     num_norms = config.values.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
     is_parallel = is_new or config.flag("parallel_attn")
     block = BlockSpec(is_parallel=is_parallel, has_shared_norm=is_parallel and num_norms == 1)

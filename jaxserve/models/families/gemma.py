@@ -80,7 +80,7 @@ def resolve_gemma3(values: Mapping[str, Any]) -> ModelSpec:
         "scale": config.number("query_pre_attn_scalar") ** -0.5, "soft_cap": config.optional_number("attn_logit_softcapping"),
         "has_qkv_bias": has_bias, "has_out_bias": has_bias, "qk_norm": QKNormSpec(norm=norm),
     }  # fmt: skip
-    pattern = config.int("sliding_window_pattern", config.values.get("_sliding_window_pattern"))
+    pattern = config.size("sliding_window_pattern", config.values.get("_sliding_window_pattern"))
     full = config.rope(with_rope_of(config.values, "full_attention"), default_theta=1_000_000.0)
     local = config.rope(with_rope_of(config.values, "sliding_attention", theta_key="rope_local_base_freq"))
     mlp = config.mlp()

@@ -25,15 +25,15 @@ NAMES = LLAMA_NORMS | {
 def sigmoid_moe(config: Config) -> MoESpec:
     """DeepSeek-V3's routing: sigmoid scores, a bias for the choice, groups ranked by their best two."""
     return config.moe(
-        num_experts=config.int("n_routed_experts"),
+        num_experts=config.size("n_routed_experts"),
         scoring="sigmoid",
         is_normalized=config.flag("norm_topk_prob"),
         scale=config.number("routed_scaling_factor"),
         has_score_bias=True,
-        num_groups=config.int("n_group"),
-        num_top_groups=config.int("topk_group"),
+        num_groups=config.size("n_group"),
+        num_top_groups=config.size("topk_group"),
         num_group_scores=2,
-        shared_size=config.int("n_shared_experts") * config.int("moe_intermediate_size"),
+        shared_size=config.size("n_shared_experts") * config.size("moe_intermediate_size"),
     )
 
 

@@ -34,7 +34,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config of transformers' GPT2Config."""
     config = Config(values, DEFAULTS, ALIASES)
     config.refuse("add_cross_attention", unless=False, reason="this is a decoder without an encoder")
-    mlp = config.mlp(size=config.int("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
+    mlp = config.mlp(size=config.size("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
     scale = config.head_dim**-0.5 if config.flag("scale_attn_weights") else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     layers = [

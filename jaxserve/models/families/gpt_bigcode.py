@@ -17,7 +17,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     scale = config.head_dim**-0.5 if config.flag("scale_attn_weights") else 1.0
     num_kv_heads = 1 if config.flag("multi_query") else config.num_heads
     attention = config.attention(None, num_kv_heads=num_kv_heads, scale=scale, has_qkv_bias=True, has_out_bias=True)
-    mlp = config.mlp(size=config.int("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
+    mlp = config.mlp(size=config.size("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
     norm = NormSpec(config.number("layer_norm_epsilon"), is_centered=True, has_bias=True)
     embedding = EmbeddingSpec(num_positions=config.max_position_embeddings)
     layers = [LayerSpec(attention=attention, mlp=mlp)] * config.num_layers

@@ -23,8 +23,8 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     config = Config(values, _DEFAULTS | ({"rope_scaling": _YARN} if silent else {}))
     rope, has_bias = config.rope(default_theta=150_000.0), config.flag("attention_bias")
     moe = config.moe(
-        num_experts=config.int("num_local_experts"),
-        size=config.int("intermediate_size"),
+        num_experts=config.size("num_local_experts"),
+        size=config.size("intermediate_size"),
         is_normalized=True,
         has_router_bias=True,
         has_expert_bias=True,

@@ -31,9 +31,9 @@ _NAMES = {
 def resolve(values: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config of transformers' GPTJConfig."""
     config = Config(values, _DEFAULTS, gpt2.ALIASES)
-    partial = config.int("rotary_dim", config.head_dim) / config.head_dim
+    partial = config.size("rotary_dim", config.head_dim) / config.head_dim
     rope = config.rope({"partial_rotary_factor": partial}, is_interleaved=True)
-    mlp = config.mlp(size=config.int("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
+    mlp = config.mlp(size=config.size("intermediate_size", 4 * config.hidden_size), is_gated=False, has_bias=True)
     layer = LayerSpec(attention=config.attention(rope), mlp=mlp)
     norm = NormSpec(config.number("layer_norm_epsilon"), is_centered=True, has_bias=True)
     block = BlockSpec(is_parallel=True, has_shared_norm=True)

@@ -15,7 +15,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     config = Config(values, granite.DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2})
     has_bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
     attention = config.attention(config.rope(), scale=scale, has_qkv_bias=has_bias, has_out_bias=has_bias)
-    moe = config.moe(num_experts=config.int("num_local_experts"), size=config.int("intermediate_size"), is_normalized=True)
+    moe = config.moe(num_experts=config.size("num_local_experts"), size=config.size("intermediate_size"), is_normalized=True)
     return granite.finished(config, "granitemoe", "GraniteMoeForCausalLM", [LayerSpec(attention=attention, mlp=moe)] * config.num_layers)
 
 

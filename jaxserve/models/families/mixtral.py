@@ -23,7 +23,7 @@ _NAMES = LLAMA_NORMS | {
 def resolve(values: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config of transformers' MixtralConfig."""
     config = Config(values, _DEFAULTS)
-    moe = config.moe(num_experts=config.int("num_local_experts"), size=config.int("intermediate_size"), is_normalized=True)
+    moe = config.moe(num_experts=config.size("num_local_experts"), size=config.size("intermediate_size"), is_normalized=True)
     rope = config.rope(default_theta=1_000_000.0)
     layers = [LayerSpec(attention=config.attention(rope, window=window), mlp=moe) for window in config.windows(lambda i: True)]
     return config.model("mixtral", "MixtralForCausalLM", layers, NormSpec(config.number("rms_norm_eps")))

@@ -26,7 +26,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
         qk_norm=QKNormSpec(norm=norm, scope="all"),
         clip=config.optional_number("clip_qkv"),
     )
-    moe = config.moe(size=config.int("intermediate_size"), is_normalized=config.flag("norm_topk_prob"))
+    moe = config.moe(size=config.size("intermediate_size"), is_normalized=config.flag("norm_topk_prob"))
     return config.model("olmoe", "OlmoeForCausalLM", [LayerSpec(attention=attention, mlp=moe)] * config.num_layers, norm)
 
 

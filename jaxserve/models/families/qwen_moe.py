@@ -26,7 +26,7 @@ NAMES = LLAMA_NORMS | {"layers.{i}.mlp.router.weight": "layers.{i}.mlp.gate.weig
 
 def mlps_of(config: Config, moe: MoESpec) -> list[MLPSpec | MoESpec]:
     """The MLP of every layer: dense where the config says so."""
-    dense, step = set(config.values.get("mlp_only_layers") or ()), config.int("decoder_sparse_step")
+    dense, step = set(config.values.get("mlp_only_layers") or ()), config.size("decoder_sparse_step")
     mlp = config.mlp()
     return [moe if i not in dense and (i + 1) % step == 0 else mlp for i in range(config.num_layers)]
 
@@ -34,7 +34,7 @@ def mlps_of(config: Config, moe: MoESpec) -> list[MLPSpec | MoESpec]:
 def resolve_qwen2(values: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config of transformers' Qwen2MoeConfig."""
     config = Config(values, _QWEN2)
-    shared = config.int("shared_expert_intermediate_size")
+    shared = config.size("shared_expert_intermediate_size")
     moe = config.moe(is_normalized=config.flag("norm_topk_prob"), shared_size=shared, has_shared_gate=True)
     rope, has_bias = config.rope(), config.flag("qkv_bias")
     layers = [

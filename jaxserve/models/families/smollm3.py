@@ -20,7 +20,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     config = Config(values, _DEFAULTS)
     rotates = config.values.get("no_rope_layers")
     if rotates is None:
-        rotates = [(i + 1) % config.int("no_rope_layer_interval") != 0 for i in range(config.num_layers)]
+        rotates = [(i + 1) % config.size("no_rope_layer_interval") != 0 for i in range(config.num_layers)]
     rope, mlp, has_bias = (
         config.rope(default_theta=2_000_000.0),
         config.mlp(has_bias=config.flag("mlp_bias")),
