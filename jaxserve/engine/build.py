@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.cgroup import usable_cores
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, SchedulerLimits
@@ -29,7 +30,7 @@ from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.compile import set_up_compile_cache
-from jaxserve.runner.device import choose_dtype, set_up_device, usable_threads
+from jaxserve.runner.device import choose_dtype, set_up_device
 from jaxserve.runner.memory import (
     MIN_PAGES,
     MemoryPlan,
@@ -83,7 +84,7 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
     with timer.stage("device") as detail:
         device = set_up_device(config)
         cache_directory = set_up_compile_cache(config)
-        num_threads = config.num_threads or usable_threads()
+        num_threads = config.num_threads or usable_cores()
         device_name = f"cpu, {num_threads} threads" if device.platform == "cpu" else device.device_kind
         detail(device_name)
     with timer.stage("checkpoint") as detail:

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import psutil
 from jax.typing import DTypeLike
 
+from jaxserve.cgroup import memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.cgroup import memory_headroom
 
 logger = logging.getLogger(__name__)
 

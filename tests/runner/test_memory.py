@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
+from jaxserve.cgroup import cpu_quota, memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import KVGroup, ModelSpec
 from jaxserve.runner import memory
-from jaxserve.runner.cgroup import cpu_quota, memory_headroom
 from jaxserve.runner.memory import (
     GIB,
     Budget,
