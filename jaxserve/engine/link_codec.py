@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import fields
 
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.engine import link_pb2
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineUnavailable, InvalidRequest, JaxserveError, Overloaded, RequestFailed
 
 _OPTIONAL_PARAMS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
@@ -38,6 +40,7 @@ def encode_add(request: Request) -> link_pb2.Command:
         params=message,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        label=request.label,
     )
     return link_pb2.Command(add=add)
 
@@ -55,12 +58,29 @@ def decode_add(add: link_pb2.Add) -> Request:
         arrival_time_s=time.monotonic(),
         priority=add.priority,
         cache_salt=add.cache_salt if add.HasField("cache_salt") else None,
+        label=add.label,
     )
 
 
 def encode_abort(request_id: str, index: int | None) -> link_pb2.Command:
     """A command that ends a request, or one of its sequences."""
     return link_pb2.Command(abort=link_pb2.Abort(request_id=request_id, index=index))
+
+
+def encode_abort_label(label: str) -> link_pb2.Command:
+    """A command that ends every request with the label, whichever front end it came from."""
+    return link_pb2.Command(abort_label=link_pb2.AbortLabel(label=label))
+
+
+def encode_stats(stats: EngineStats) -> link_pb2.EngineStats:
+    """The engine's figures; `decode_stats` is the inverse."""
+    return link_pb2.EngineStats(**{spec.name: getattr(stats, spec.name) for spec in fields(EngineStats)})
+
+
+def decode_stats(message: link_pb2.EngineStats) -> EngineStats:
+    """The inverse of `encode_stats`."""
+    values = {spec.name: getattr(message, spec.name) for spec in fields(EngineStats)}
+    return EngineStats(**values | {"step_token_counts": tuple(message.step_token_counts)})
 
 
 def encode_event(event: TokenEvent) -> link_pb2.Event:
