@@ -2,6 +2,7 @@
 
     JaxserveError
     ├── InvalidRequest          the client asked for something that cannot be served
+    ├── AuthenticationFailed    the client sent no API key, or a wrong one
     ├── ModelNotFound           the client named a model that is not served here
     ├── Overloaded              try again later: a queue limit is reached
     ├── EngineUnavailable       the engine is starting, draining or gone
@@ -31,6 +32,10 @@ class InvalidRequest(JaxserveError, ValueError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class AuthenticationFailed(JaxserveError):
+    """The call has no API key, or none of this server's."""
 
 
 class ModelNotFound(JaxserveError):
@@ -72,6 +77,7 @@ class Response(NamedTuple):
 INTERNAL = Response(500, "InternalServerError", "INTERNAL")
 RESPONSES: dict[type[BaseException], Response] = {
     InvalidRequest: Response(400, "BadRequestError", "INVALID_ARGUMENT"),
+    AuthenticationFailed: Response(401, "AuthenticationError", "UNAUTHENTICATED"),
     ModelNotFound: Response(404, "NotFoundError", "NOT_FOUND"),
     Overloaded: Response(429, "RateLimitError", "RESOURCE_EXHAUSTED"),
     EngineUnavailable: Response(503, "ServiceUnavailableError", "UNAVAILABLE"),
