@@ -7,6 +7,7 @@ value that is not a default keeps its origin, so that start-up can print it. `ja
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -96,6 +97,21 @@ def resolve_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file:
     server = ServerConfig(**{spec.name: values[spec.name] for spec in fields(ServerConfig) if spec.name in values})
     changed = {name: origin for name, origin in origins.items() if values[name] != names[name].default}
     return Settings(engine, server, changed)
+
+
+def read_engine_config(model: Any, settings: Mapping[str, Any], owner: str) -> EngineConfig:
+    """An EngineConfig from keyword arguments: fields or their vLLM names, sizes also as text; `owner` begins the errors."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}; it must be a path or a hub id.")
+    names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
+    values: dict[str, Any] = {}
+    for given, value in settings.items():
+        if given not in names:
+            raise ConfigError(f"{owner} has no setting {given!r}.{nearest(given, list(names))}")
+        if names[given] in values:
+            raise ConfigError(f"{owner}: {names[given]} is given twice, once as {given}; leave one out.")
+        values[names[given]] = parse_value(names[given], value, owner)
+    return EngineConfig(model=os.fspath(model), **values)
 
 
 def parse_value(name: str, raw: Any, origin: str) -> Any:
