@@ -144,6 +144,7 @@ class CountingRunner:
         self._device = SerialDevice(step_s)
         self.failures = dict(failures or {})
         self.num_steps = 0
+        self.num_late_compiles = 0
         self.reset()
 
     def reset(self) -> None:

@@ -115,7 +115,8 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         device=device_name, attention=attention, attention_reason=attention_reason, kv_cache_bytes=plan.kv_bytes,
         num_programs=num_programs, num_cached_programs=num_cached,
     )  # fmt: skip
-    return Engine(Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets), runner, info)
+    scheduler = Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets)
+    return Engine(scheduler, runner, info, async_scheduling=config.async_scheduling)
 
 
 class _Timer:

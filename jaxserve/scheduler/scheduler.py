@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import insort
 from itertools import count
+from time import monotonic
 
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.buckets import Buckets
@@ -72,6 +73,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that hold no slot: waiting, preempted, or waiting for their prompt to be computed by a sibling."""
         return len(self._queue) + self._shares.num_parked + len(self._set_aside)
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages held by sequences, or by a dispatched step that may still write them."""
+        return self._pages.pool.num_used
 
     @property
     def has_work(self) -> bool:
@@ -225,6 +231,8 @@ class Scheduler:
         self._pages.take_prefix(seq, prefix)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
+        if seq.started_s is None:
+            seq.started_s = monotonic()
         self._shares.on_admitted(seq)
         seq.status = Status.RUNNING
         seq.slot = slot = self._free_slots.pop()

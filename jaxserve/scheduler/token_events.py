@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.sequence import Sequence
 
@@ -20,8 +22,13 @@ def end_event(sequence: Sequence, *, error: str | None = None) -> TokenEvent:
 
 
 def token_event(sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
-    """A new token, and the end if it was the last. The prompt's log-probabilities go with the first."""
+    """A new token, and the end if it was the last. The prompt's log-probabilities and the sequence's times go with the first."""
     is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
+    queue_s = prefill_s = None
+    if is_first:
+        assert sequence.started_s is not None
+        queue_s = sequence.started_s - sequence.request.arrival_time_s
+        prefill_s = monotonic() - sequence.started_s
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -32,4 +39,6 @@ def token_event(sequence: Sequence, token_id: int, logprobs: Logprobs | None) ->
         prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
+        queue_s=queue_s,
+        prefill_s=prefill_s,
     )
