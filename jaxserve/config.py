@@ -7,6 +7,7 @@ spellings); flags, environment variables and the configuration file are all gene
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ class ServerConfig:
         check_ranges(self)
         if self.http_only and self.grpc_only:
             raise ConfigError("http_only and grpc_only are both set; give one of them, or neither to serve both.")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(f"metrics_prefix is {self.metrics_prefix!r}; it must be letters, digits and _, beginning with no digit.")
 
 
 @dataclass(frozen=True, kw_only=True)

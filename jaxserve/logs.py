@@ -61,7 +61,7 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without the exception."""
         given = request_id.get()
-        return super().formatMessage(record) + (f" (request {given})" if given else "")
+        return super().formatMessage(record) + (f" (request {given!r})" if given else "")
 
 
 class JsonFormatter(logging.Formatter):

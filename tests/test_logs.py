@@ -81,7 +81,7 @@ def test_a_line_names_its_request(stderr, log_format):
     if log_format == "json":
         assert json.loads(slow)["request_id"] == "cmpl-7"
     else:
-        assert slow.endswith("slow (request cmpl-7)")
+        assert slow.endswith("slow (request 'cmpl-7')")
     assert "cmpl-7" not in other
 
 
