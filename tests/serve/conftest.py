@@ -26,7 +26,7 @@ from jaxserve.engine.link_server import start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.serve.server import FrontEnd
-from jaxserve.testing import CountingRunner
+from jaxserve.testing import CountingRunner, SerialDevice
 from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -45,6 +45,15 @@ class PausableRunner(CountingRunner):
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The pretended duration of a step; may be changed between steps."""
+        return self._device._step_s
+
+    @step_s.setter
+    def step_s(self, value: float) -> None:
+        self._device = SerialDevice(value)
 
     def run(self, plan: Plan):
         assert self.gate.wait(30)
@@ -121,6 +130,7 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
         link = await start_link_server(loop, engine.info, address)
         front_end = FrontEnd(ServerConfig(port=0, grpc_port=0, served_model_name=("counting", "alias")), address)
         endpoints = await front_end.start()
+        await front_end.wait_until_ready()
         tokenizer, aio_loop = Tokenizer.from_directory(model_path), asyncio.get_running_loop()
         servers.append(Server(engine, runner, tokenizer, endpoints.http or "", endpoints.grpc or "", loop, front_end, aio_loop, failures))
         started.set()
