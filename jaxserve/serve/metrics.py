@@ -64,20 +64,20 @@ class Metrics:
         return self._requests.call()
 
     async def render(self) -> tuple[bytes, str]:
-        """The answer to a scrape and its content type. Without an engine only its absence and the requests so far are told."""
+        """The answer to a scrape and its content type; empty before the engine first came up, and without its figures while it is gone."""
+        try:
+            info = self._client.info
+        except EngineUnavailable:
+            return b"", CONTENT_TYPE_PLAIN_0_0_4
         try:
             stats: EngineStats | None = await asyncio.wait_for(self._client.stats(), STATS_TIMEOUT_S)
         except (EngineUnavailable, TimeoutError):
             stats = None
-        return generate_latest(_Families(self._families(stats))), CONTENT_TYPE_PLAIN_0_0_4
+        return generate_latest(_Families(self._families(info, stats))), CONTENT_TYPE_PLAIN_0_0_4
 
-    def _families(self, stats: EngineStats | None) -> Iterator[Metric]:
-        try:
-            info = self._client.info
-        except EngineUnavailable:
-            return
-        name = self._model_name or info.model
-        yield from engine_families(self._prefix, name, info, stats, is_up=stats is not None and self._client.is_healthy)
+    def _families(self, info: EngineInfo, stats: EngineStats | None) -> Iterator[Metric]:
+        is_up = stats is not None and self._client.is_healthy
+        yield from engine_families(self._prefix, self._model_name or info.model, info, stats, is_up=is_up)
         yield from self._requests.collect()
 
     @cached_property

@@ -31,6 +31,8 @@ from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from jaxserve.serve.call_limits import check_admissible, check_num_logprobs, check_num_sequences, shorter_timeout
+from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.request_log import CallLog, logged
 from jaxserve.serve.tracing import CallTrace, Tracer
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText, TextDelta
@@ -83,6 +85,7 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig, tracer: Tracer | None = None) -> None:
         self.client = client
         self.config = config
+        self.metrics = Metrics(config.metrics_prefix, client, next(iter(config.served_model_name), None))
         self._tracer = tracer
         self._tokenizer: Tokenizer | None = None
         self._is_draining = False
@@ -269,33 +272,43 @@ class Service:
             Overloaded: Before the first delta; too many sequences wait.
             EngineUnavailable: At any time.
         """
-        self.check_ready()
-        timeout_s = shorter_timeout(timeout_s, self.config.request_timeout)
-        requests = [
-            Request(
-                request_id=f"{self._id_prefix}-{next(self._next_id)}",
-                label=label,
-                prompt_token_ids=tuple(prompt),
-                params=checked,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
-        ]
-        prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
-        texts = {
-            (request.request_id, index): SequenceText(self.tokenizer, request.params, request.prompt_token_ids)
-            for request in requests
-            for index in range(request.params.n)
-        }
-        with self._traced(requests) as trace, self.client.generate(*requests) as stream, _ending_after(timeout_s, stream):
-            async for event in stream:
-                text = texts[event.request_id, event.index].push(event)
-                if trace is not None:
-                    trace.on_tokens(len(text.token_ids), text.finish_reason and text.finish_reason.value)
-                if text.is_stop_string_hit and event.finish_reason is None:
-                    stream.drop(event.request_id, event.index)
-                yield _delta(event, text, prompt_indices[event.request_id])
+        with self.metrics.call() as measured:
+            self.check_ready()
+            timeout_s = shorter_timeout(timeout_s, self.config.request_timeout)
+            requests = [
+                Request(
+                    request_id=f"{self._id_prefix}-{next(self._next_id)}",
+                    label=label,
+                    prompt_token_ids=tuple(prompt),
+                    params=checked,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
+            ]
+            measured.begin(requests)
+            prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
+            texts = {
+                (request.request_id, index): SequenceText(self.tokenizer, request.params, request.prompt_token_ids)
+                for request in requests
+                for index in range(request.params.n)
+            }
+            with (
+                self._traced(requests) as trace,
+                self._logged(requests) as log,
+                self.client.generate(*requests) as stream,
+                _ending_after(timeout_s, stream),
+            ):
+                async for event in stream:
+                    text = texts[event.request_id, event.index].push(event)
+                    measured.on_event(event, text)
+                    if trace is not None:
+                        trace.on_tokens(len(text.token_ids), text.finish_reason and text.finish_reason.value)
+                    if log is not None:
+                        log.on_text(event.request_id, event.index, text)
+                    if text.is_stop_string_hit and event.finish_reason is None:
+                        stream.drop(event.request_id, event.index)
+                    yield _delta(event, text, prompt_indices[event.request_id])
 
     def abort(self, label: str) -> None:
         """Ends every open call with this label, of whichever front end; their streams end with finish_reason abort."""
@@ -307,6 +320,9 @@ class Service:
             return nullcontext()
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return self._tracer.trace(CallTrace(self.served_model_names[0], requests[0].request_id, requests[0].params, num_prompt_tokens))
+
+    def _logged(self, requests: Sequence[Request]) -> AbstractContextManager[CallLog | None]:
+        return logged(requests, self.tokenizer) if self.config.log_requests else nullcontext()
 
     async def _in_pool[T](self, function: Callable[[], T], size: int = 0) -> T:
         pool = self._long_text_pool if size > LONG_TEXT else self._text_pool
