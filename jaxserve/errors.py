@@ -7,6 +7,7 @@
     ├── Overloaded              try again later: a queue limit is reached
     ├── EngineUnavailable       the engine is starting, draining or gone
     ├── RequestFailed           this request failed inside the engine; others go on
+    ├── DeadlineExceeded        the call took longer than its caller allows
     ├── ConfigError             a flag, environment variable or file is wrong (exit status 2)
     └── CheckpointError         a checkpoint is missing, damaged or unsupported
 
@@ -58,6 +59,10 @@ class RequestFailed(JaxserveError):
     """One request failed inside the engine."""
 
 
+class DeadlineExceeded(JaxserveError, TimeoutError):
+    """A client's call took longer than the client allowed; its work on the server is over."""
+
+
 class ConfigError(JaxserveError):
     """A flag, an environment variable or a configuration file is wrong."""
 
@@ -82,6 +87,7 @@ RESPONSES: dict[type[BaseException], Response] = {
     Overloaded: Response(429, "RateLimitError", "RESOURCE_EXHAUSTED"),
     EngineUnavailable: Response(503, "ServiceUnavailableError", "UNAVAILABLE"),
     RequestFailed: INTERNAL,
+    DeadlineExceeded: Response(504, "TimeoutError", "DEADLINE_EXCEEDED"),
 }
 
 

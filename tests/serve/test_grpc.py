@@ -158,7 +158,7 @@ def test_requests_without_input_or_with_media_are_invalid(stub):
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
-    server.runner._step_s = 0.05
+    server.runner.step_s = 0.05
     try:
         call = stub.Generate(request(max_tokens=250, stream=stream), timeout=0.4 if how == "deadline" else TIMEOUT_S)
         while not server.engine.scheduler.num_running:
@@ -173,11 +173,11 @@ def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
         server.wait_until_idle(timeout_s=2)
         assert time.monotonic() - start < 1
     finally:
-        server.runner._step_s = 0.0
+        server.runner.step_s = 0.0
 
 
 def test_abort_ends_all_calls_of_that_id_and_no_other(server, stub):
-    server.runner._step_s = 0.02
+    server.runner.step_s = 0.02
     results: dict[str, list[str]] = {}
 
     def run(name: str, request_id: str) -> None:
@@ -194,7 +194,7 @@ def test_abort_ends_all_calls_of_that_id_and_no_other(server, stub):
         for thread in threads:
             thread.join(TIMEOUT_S)
     finally:
-        server.runner._step_s = 0.0
+        server.runner.step_s = 0.0
     assert results == {"a1": ["abort"], "a2": ["abort"], "b": ["length"]}
 
 
