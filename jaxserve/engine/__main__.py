@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from jaxserve.config import EngineConfig
@@ -12,9 +11,9 @@ from jaxserve.engine.link_server import run_engine_process
 from jaxserve.errors import JaxserveError
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
-    orders = read_orders(argv)
+    orders = read_orders()
     reports = Reports(orders["report_fd"])
     from jaxserve.engine.build import build_engine  # loads JAX
 
@@ -30,4 +29,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())
