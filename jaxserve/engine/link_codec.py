@@ -91,6 +91,10 @@ def encode_event(event: TokenEvent) -> link_pb2.Event:
         token_ids=event.token_ids,
         num_prompt_tokens=event.num_prompt_tokens,
         num_cached_tokens=event.num_cached_tokens,
+        stop_reason=event.stop_reason,
+        error=event.error,
+        queue_s=event.queue_s,
+        prefill_s=event.prefill_s,
     )
     if event.logprobs is not None:
         message.has_logprobs = True
@@ -100,10 +104,6 @@ def encode_event(event: TokenEvent) -> link_pb2.Event:
         message.prompt_logprobs.extend(_encode_logprobs(entry for entry in event.prompt_logprobs if entry is not None))
     if event.finish_reason is not None:
         message.finish_reason = event.finish_reason.value
-    if event.stop_reason is not None:
-        message.stop_reason = event.stop_reason
-    if event.error is not None:
-        message.error = event.error
     return message
 
 
@@ -120,6 +120,8 @@ def decode_event(message: link_pb2.Event) -> TokenEvent:
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         stop_reason=message.stop_reason if message.HasField("stop_reason") else None,
         error=message.error if message.HasField("error") else None,
+        queue_s=message.queue_s if message.HasField("queue_s") else None,
+        prefill_s=message.prefill_s if message.HasField("prefill_s") else None,
     )
 
 
