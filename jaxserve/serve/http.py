@@ -27,6 +27,7 @@ from jaxserve.serve.http_guards import guards
 from jaxserve.serve.http_operations import OperationsApi
 from jaxserve.serve.openai_answers import Chat, Completion, Usage, chat_prompt, raise_if_failed
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from jaxserve.serve.request_metrics import arrival_s
 from jaxserve.serve.service import Service
 from jaxserve.serve.sse import EventStream, until_disconnect
 
@@ -104,7 +105,9 @@ class HttpApi:
         return json_answer({"prompt": await self._service.detokenize(body.tokens)})
 
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._config.max_request_bytes)
+        body = await read_body(request, self._config.max_request_bytes)
+        arrival_s.set(time.perf_counter())
+        return body
 
     def _model_card(self, name: str) -> dict[str, Any]:
         info = self._service.info
