@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.engine.link_server import run_engine_process
 from jaxserve.errors import JaxserveError
+
+WAITING_PER_SEAT = 4
+"""Sequences that may wait for each that can run, unless `--max-waiting` says otherwise."""
 
 
 def main() -> int:
@@ -22,8 +25,12 @@ def main() -> int:
     except JaxserveError as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 2
+    server = orders["server"]
+    info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
-        return run_engine_process(engine, engine.info, orders["engine_address"], lambda: reports.ready(asdict(engine.info)))
+        return run_engine_process(
+            engine, info, orders["engine_address"], lambda: reports.ready(asdict(info)), stall_timeout_s=server["stall_timeout"]
+        )
     finally:
         engine.close()
 
