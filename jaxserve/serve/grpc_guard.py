@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
 
+from jaxserve import logs
 from jaxserve.errors import AuthenticationFailed, JaxserveError, Overloaded, response_for
 from jaxserve.serve.auth import KeyCheck
+from jaxserve.serve.request_metrics import arrival_s
 from jaxserve.serve.tracing import caller_headers
 
 logger = logging.getLogger(__name__)
@@ -78,8 +81,10 @@ async def write(context: grpc.aio.ServicerContext, message: Any) -> None:
 
 
 def request_id(context: grpc.aio.ServicerContext, given: str) -> str:
-    """What the client calls the call: the name in its message, else its `x-request-id`, else nothing."""
-    return given or _text(context.invocation_metadata(), "x-request-id") or ""
+    """What the client calls the call: the name in its message, else its `x-request-id`, else nothing. Log lines name it from now on."""
+    name = given or _text(context.invocation_metadata(), "x-request-id") or ""
+    logs.request_id.set(name)
+    return name
 
 
 def _wrap(handler: _Handler) -> _Handler:
@@ -107,6 +112,7 @@ def _answering_errors(handle: _Handle) -> _Handle:
 def _take_metadata(context: grpc.aio.ServicerContext) -> None:
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     caller_headers.set(metadata)
+    arrival_s.set(time.perf_counter())
     if "x-request-id" in metadata:
         context.set_trailing_metadata((("x-request-id", metadata["x-request-id"]),))
 
