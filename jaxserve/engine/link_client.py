@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 
@@ -200,33 +201,35 @@ class EngineClient:
             except grpc.aio.AioRpcError as error:
                 logger.debug("no engine at %s: %s", self._address, error.details())
             else:
-                self._begin(connection, EngineInfo.from_json(response.info_json))
+                info = EngineInfo.from_json(response.info_json)
                 try:
-                    reason = await connection.receive(self._on_message)
+                    reason = await connection.receive(partial(self._on_message, connection, info))
                 finally:
                     connection.close()
-                logger.error("%s; %d open requests fail", reason, len(self._streams))
-                self._lose(reason)
+                if self.is_connected:
+                    logger.error("%s; %d open requests fail", reason, len(self._streams))
+                    self._lose(reason)
             await asyncio.sleep(RECONNECT_S)
 
     def _begin(self, connection: _Connection, info: EngineInfo) -> None:
         logger.info("connected to the engine at %s", self._address)
         self._connection, self._info = connection, info
-        self._num_silent_ticks = 0
         self._connected.set()
         self._tell()
 
-    def _on_message(self, message: link_pb2.FromEngine) -> None:
+    def _on_message(self, connection: _Connection, info: EngineInfo, message: link_pb2.FromEngine) -> None:
         self._num_silent_ticks = 0
+        if message.HasField("heartbeat"):
+            self.last_stats = link_codec.decode_stats(message.heartbeat)
+            self._tell()
+        if not self.is_connected and not message.failure:  # an engine that is about to end still answers, but only that
+            self._begin(connection, info)
         for event in message.events:
             if (stream := self._streams.get(event.request_id)) is not None:
                 stream.put(event)
         for rejection in message.rejections:
             if (stream := self._streams.get(rejection.request_id)) is not None:
                 stream.fail(link_codec.decode_rejection(rejection))
-        if message.HasField("heartbeat"):
-            self.last_stats = link_codec.decode_stats(message.heartbeat)
-            self._tell()
 
     def _lose(self, reason: str) -> None:
         """The engine is gone: every open request fails."""

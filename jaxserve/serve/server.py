@@ -47,6 +47,9 @@ class FrontEnd:
         config: Which doors, where, and what is allowed.
         engine_address: Of EngineLink, `unix:/path` or `host:port`.
         share_ports: Other front ends may listen at the same ports.
+
+    Attributes:
+        service, client: What the doors lead to, from `start` on.
     """
 
     def __init__(self, config: ServerConfig, engine_address: str, *, share_ports: bool = False) -> None:
@@ -67,13 +70,13 @@ class FrontEnd:
         config = self._config
         sock = None if config.grpc_only else bind(config.host, config.port, "--port", is_shared=self._share_ports)
         # Half of the time after which a hung engine is ended: health drops first.
-        self._client = EngineClient(self._engine_address, max_stall_s=config.stall_timeout / 2)
+        self.client = EngineClient(self._engine_address, max_stall_s=config.stall_timeout / 2)
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config.otlp_traces_endpoint)
-        self._service = Service(self._client, config, self._tracer)
+        self.service = Service(self.client, config, self._tracer)
         http = grpc = None
         try:
             if not config.http_only:
-                self._grpc = GrpcServer(self._service, config, is_shared=self._share_ports)
+                self._grpc = GrpcServer(self.service, config, is_shared=self._share_ports)
                 await self._grpc.start()
                 grpc = _join(config.host, self._grpc.port)
             if sock is not None:
@@ -86,10 +89,10 @@ class FrontEnd:
             if self._grpc is not None:
                 await self._grpc.stop(0)
             raise
-        self._service.add_listener(self._health_changed.set)
+        self.service.add_listener(self._health_changed.set)
         self._health_task = asyncio.create_task(self._follow_health())
-        self._client.start()
-        self._loading = asyncio.create_task(self._service.load())
+        self.client.start()
+        self._loading = asyncio.create_task(self.service.load())
         return Endpoints(http, grpc)
 
     async def wait_until_ready(self) -> None:
@@ -99,7 +102,7 @@ class FrontEnd:
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
         """Refuses new calls, drains the open ones (see `Service.drain`), then closes the doors and the link."""
         self._loading.cancel()
-        await self._service.drain(self._config.shutdown_timeout, hurry)
+        await self.service.drain(self._config.shutdown_timeout, hurry)
         if self._http is not None:
             self._http.should_exit = True
         if self._grpc is not None:
@@ -107,13 +110,13 @@ class FrontEnd:
         if self._http_task is not None:
             await self._http_task
         self._health_task.cancel()
-        await self._client.close()
-        self._service.close()
+        await self.client.close()
+        self.service.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
     async def _start_http(self, sock: socket.socket) -> None:
-        self._http = _Uvicorn(uvicorn_config(HttpApi(self._service).app(), self._config, flush_s=FLUSH_S))
+        self._http = _Uvicorn(uvicorn_config(HttpApi(self.service).app(), self._config, flush_s=FLUSH_S))
         self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]))
         while not self._http.started:
             if self._http_task.done():  # another process began to listen since `bind`
@@ -123,7 +126,7 @@ class FrontEnd:
     async def _follow_health(self) -> None:
         """Makes gRPC's health what the service says, as HTTP's is."""
         while self._grpc is not None:
-            await self._grpc.set_serving(self._service.is_ready)
+            await self._grpc.set_serving(self.service.is_ready)
             await self._health_changed.wait()
             self._health_changed.clear()
 

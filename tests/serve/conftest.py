@@ -8,8 +8,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,14 @@ class EngineSide:
 
     address: str
     make: Callable[[], tuple[Engine, PausableRunner]]
-    max_waiting: int
+    max_waiting: int = 0
     failures: list[BaseException] = field(default_factory=list)
+    info_changes: dict[str, Any] = field(default_factory=dict)
+    """Applied when it starts."""
 
     async def start(self) -> None:
         self.engine, self.runner = self.make()
+        self.engine.info = replace(self.engine.info, **self.info_changes)
         self.loop = EngineLoop(self.engine, max_waiting=self.max_waiting, on_failure=self.failures.append)
         self.loop.start()
         self._link = await start_link_server(self.loop, self.engine.info, self.address)
@@ -234,3 +238,20 @@ def fresh_server(model_path: Path, tmp_path: Path) -> Iterator[Server]:
     """A server that a test may break."""
     with running_server(model_path, tmp_path / "link", default_sampling_params={"temperature": 0.0, "top_k": 7}) as server:
         yield server
+
+
+@pytest.fixture
+def start_server(model_path: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+    """Starts a server with settings of the test's own: `with start_server(ServerConfig(...)) as server`."""
+    return partial(_start_server, model_path, tmp_path / "link")
+
+
+def _start_server(model_path: Path, directory: Path, config: ServerConfig | None = None, **options: Any) -> AbstractContextManager[Server]:
+    config = replace(config or ServerConfig(), served_model_name=("counting", "alias"))
+    return running_server(model_path, directory, config=config, **options)
+
+
+@pytest.fixture
+def engine_side(model_path: Path, tmp_path: Path) -> EngineSide:
+    """An engine that has not started, for a test with front ends of its own."""
+    return EngineSide(f"unix:{tmp_path}/link/engine.sock", lambda: make_engine(model_path))
