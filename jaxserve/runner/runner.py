@@ -91,6 +91,7 @@ class ModelRunner:
             slot_state_shapes(shape, len(spec.kv_groups)),
             penalty_state_shapes(shape, spec.vocab_size),
         )
+        self._layouts = {bucket: StepLayout(bucket, len(spec.kv_groups), shape.page_size) for bucket in shape.buckets.all()}
         self.compiles = CompileCounter()
         self._steps: dict[Bucket, Any] = {}
         self._update: Callable[..., Any]
@@ -117,7 +118,7 @@ class ModelRunner:
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
-        layout = self._layout(bucket)
+        layout = self._layouts[bucket]
         traced = jax.jit(
             partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3)
         )
@@ -179,10 +180,7 @@ class ModelRunner:
 
     def _prepare(self, plan: Plan, bucket: Bucket) -> PreparedStep:
         null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
-        return prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
-
-    def _layout(self, bucket: Bucket) -> StepLayout:
-        return StepLayout(bucket, len(self.spec.kv_groups), self.shape.page_size)
+        return prepare(plan, self._layouts[bucket], null_slot=null_slot, null_penalty_slot=null_penalty_slot)
 
     def _lower_update(self) -> Callable[[], Any]:
         traced = jax.jit(update, donate_argnums=0)
