@@ -1,4 +1,4 @@
-"""The endpoints of those who run a server: health, load, version, and what --enable-dev-endpoints allows. Names are vLLM's.
+"""The endpoints of those who run a server: health, metrics, load, version, and what --enable-dev-endpoints allows. Names are vLLM's.
 
 Health says why it is bad, in the body of its 503. Next: `service`, which knows; `engine.link_client`, which asks the engine.
 """
@@ -32,6 +32,7 @@ class OperationsApi:
             route("/health", self.health),
             route("/ready", self.ready),
             route("/live", self.live),
+            route("/metrics", self.metrics),
             route("/load", self.load),
             route("/version", self.version),
             route("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
@@ -53,6 +54,11 @@ class OperationsApi:
     async def live(self, request: Request) -> Response:
         """`GET /live`: 200 while this process answers."""
         return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`, for Prometheus; see `metrics`."""
+        body, content_type = await self._service.metrics.render()
+        return Response(body, headers={"content-type": content_type})
 
     async def load(self, request: Request) -> Response:
         """`GET /load`: sequences in the engine, running and waiting, of every front end."""
