@@ -106,7 +106,10 @@ class ServerConfig:
         30.0, "Seconds that open requests may still run when the server is told to stop.", group="server", low=0
     )
     max_restarts: int = setting(
-        5, "Times in ten minutes that a process which died is started again before the server gives up.", group="server", low=0
+        5,
+        "Times in ten minutes that one process which died (the engine, or a front end) is started again before the server gives up.",
+        group="server",
+        low=0,
     )
     stall_timeout: float = setting(
         60.0, "Seconds without progress of a step after which the engine counts as hung and is started again.", group="server", low=1

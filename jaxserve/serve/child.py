@@ -116,16 +116,12 @@ class Keeper:
         part: What.
         max_restarts: In RESTART_WINDOW_S; then it gives up.
         on_stage: Called with what the child reports of its first start.
-        on_death: Called with the process id of a child that is gone.
     """
 
-    def __init__(
-        self, part: Part, max_restarts: int, on_stage: Callable[[str, float, str], None], on_death: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, part: Part, max_restarts: int, on_stage: Callable[[str, float, str], None]) -> None:
         self.part = part
         self._max_restarts = max_restarts
         self._on_stage = on_stage
-        self._on_death = on_death
         self._restarts: list[float] = []
         self._child: Child | None = None
         self.first_ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
@@ -136,8 +132,6 @@ class Keeper:
         while True:
             self._child = await Child.start(self.part, self._on_report)
             status = await self._child.process.wait()
-            if self._on_death is not None:
-                self._on_death(self._child.process.pid)
             how = _how_it_ended(status)
             if status == BAD_SETTINGS_STATUS and not self.first_ready.done():
                 logger.error("%s %s; ending the server", self.part.name, how)

@@ -86,6 +86,7 @@ class _Supervisor:
     def __init__(self, engine: Part, front_ends: Sequence[Part], server: ServerConfig, changes: Sequence[tuple[str, str, str]]) -> None:
         self._server = server
         self._changes = changes
+        self._has_keys = bool(auth.read_keys(server))
         self._engine = Keeper(engine, server.max_restarts, _print_stage)
         self._front_ends = [Keeper(part, server.max_restarts, _print_stage) for part in front_ends]
         self._stop = asyncio.Event()
@@ -128,8 +129,8 @@ class _Supervisor:
         addresses = {name: address for name, address in (("HTTP", http), ("gRPC", endpoints["grpc"])) if address}
         announce(summary(info, addresses, self._changes))
         if http:
-            has_keys = bool(auth.read_keys(self._server))
-            announce(f"\nReady. Try:\n\n  {curl_line(http, (*self._server.served_model_name, info.model)[0], has_keys=has_keys)}\n")
+            name = (*self._server.served_model_name, info.model)[0]
+            announce(f"\nReady. Try:\n\n  {curl_line(http, name, has_keys=self._has_keys)}\n")
         else:
             announce("\nReady.")
 
