@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.request import Request
@@ -85,26 +86,40 @@ def decode_stats(message: link_pb2.EngineStats) -> EngineStats:
 
 def encode_event(event: TokenEvent) -> link_pb2.Event:
     """One event; a prompt's leading None among its logprobs is left out and put back by `decode_event`."""
-    message = link_pb2.Event(
-        request_id=event.request_id,
-        index=event.index,
-        token_ids=event.token_ids,
-        num_prompt_tokens=event.num_prompt_tokens,
-        num_cached_tokens=event.num_cached_tokens,
-        stop_reason=event.stop_reason,
-        error=event.error,
-        queue_s=event.queue_s,
-        prefill_s=event.prefill_s,
-    )
+    message = link_pb2.Event()
+    fill_event(message, event)
+    return message
+
+
+def fill_event(message: link_pb2.Event, event: TokenEvent) -> None:
+    """`encode_event` into an empty message. Field by field, and none that has its default: this runs for each token of the engine."""
+    message.request_id = event.request_id
+    message.token_ids.extend(event.token_ids)
+    message.num_prompt_tokens = event.num_prompt_tokens
+    if event.index:
+        message.index = event.index
+    if event.num_cached_tokens:
+        message.num_cached_tokens = event.num_cached_tokens
     if event.logprobs is not None:
         message.has_logprobs = True
-        message.logprobs.extend(_encode_logprobs(event.logprobs))
+        _fill_logprobs(message.logprobs, event.logprobs)
+    if event.queue_s is not None:
+        message.queue_s = event.queue_s
+    if event.prefill_s is not None:
+        message.prefill_s = event.prefill_s
     if event.prompt_logprobs is not None:
         message.has_prompt_logprobs = True
-        message.prompt_logprobs.extend(_encode_logprobs(entry for entry in event.prompt_logprobs if entry is not None))
+        _fill_logprobs(message.prompt_logprobs, (entry for entry in event.prompt_logprobs if entry is not None))
     if event.finish_reason is not None:
-        message.finish_reason = event.finish_reason.value
-    return message
+        _fill_end(message, event, event.finish_reason)
+
+
+def _fill_end(message: link_pb2.Event, event: TokenEvent, reason: FinishReason) -> None:
+    message.finish_reason = reason.value
+    if event.stop_reason is not None:
+        message.stop_reason = event.stop_reason
+    if event.error is not None:
+        message.error = event.error
 
 
 def decode_event(message: link_pb2.Event) -> TokenEvent:
@@ -152,13 +167,13 @@ def decode_rejection(message: link_pb2.Rejection) -> JaxserveError:
             return RequestFailed(message.message)
 
 
-def _encode_logprobs(entries: Iterable[Logprobs]) -> list[link_pb2.Logprobs]:
-    return [
-        link_pb2.Logprobs(
-            token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs
-        )
-        for entry in entries
-    ]
+def _fill_logprobs(messages: Any, entries: Iterable[Logprobs]) -> None:
+    """`messages` is a repeated field of link_pb2.Logprobs."""
+    for entry in entries:
+        message = messages.add()
+        message.token_id, message.logprob, message.rank = entry.token_id, entry.logprob, entry.rank
+        message.top_ids.extend(entry.top_ids)
+        message.top_logprobs.extend(entry.top_logprobs)
 
 
 def _decode_logprobs(messages: Iterable[link_pb2.Logprobs]) -> list[Logprobs]:

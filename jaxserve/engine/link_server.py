@@ -106,7 +106,7 @@ class LinkService(link_pb2_grpc.EngineLinkServicer):
                 if isinstance(output, EngineStats):
                     yield link_pb2.FromEngine(heartbeat=link_codec.encode_stats(output))
                     continue
-                for message in _messages(output):
+                for message in encode_output(output):
                     yield message
                 if output.failure is not None:
                     return
@@ -152,12 +152,12 @@ async def _refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, erro
     await context.abort(code, str(error))
 
 
-def _messages(output: Output) -> Iterator[link_pb2.FromEngine]:
+def encode_output(output: Output) -> Iterator[link_pb2.FromEngine]:
     """The output as one message, or as several where log-probabilities would make it too large for the link."""
     message, size = link_pb2.FromEngine(), 0
     for event in output.events:
-        encoded = link_codec.encode_event(event)
-        message.events.append(encoded)
+        encoded = message.events.add()
+        link_codec.fill_event(encoded, event)
         size += encoded.ByteSize() if event.logprobs or event.prompt_logprobs else 0
         if size > SPLIT_BYTES:
             yield message

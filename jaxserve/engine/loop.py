@@ -267,7 +267,10 @@ class EngineLoop:
                 request.client.request_ids.discard(event.request_id)
 
     def _output(self, client: LoopClient) -> Output:
-        return self._outputs.setdefault(client, Output())
+        output = self._outputs.get(client)
+        if output is None:
+            output = self._outputs[client] = Output()
+        return output
 
     def _deliver(self) -> None:
         for client, output in self._outputs.items():

@@ -130,7 +130,7 @@ def test_a_large_output_is_several_messages(monkeypatch):
     counts = {"num_prompt_tokens": 1, "num_cached_tokens": 0}
     events = [TokenEvent(request_id=f"{i}", index=0, token_ids=[i], logprobs=wide if i % 2 else None, **counts) for i in range(6)]
     output = Output(events=events, rejections=[("a", InvalidRequest("no"))], failure="gone")
-    messages = list(link_server._messages(output))
+    messages = list(link_server.encode_output(output))
     assert [len(message.events) for message in messages] == [2, 2, 2, 0]
     assert [link_codec.decode_event(event) for message in messages for event in message.events] == events
     assert [(len(message.rejections), message.failure) for message in messages] == [(0, "")] * 3 + [(1, "gone")]
