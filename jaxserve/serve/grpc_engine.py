@@ -21,11 +21,11 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
-from jaxserve.config import cache_dir
 from jaxserve.errors import EngineUnavailable, InvalidRequest
 from jaxserve.serve import grpc_messages
 from jaxserve.serve.call_limits import truncate_prompt
-from jaxserve.serve.grpc_guard import request_id, write
+from jaxserve.serve.grpc_guard import name_call, write
+from jaxserve.serve.http_operations import profile_directory
 from jaxserve.serve.service import Service
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -58,7 +58,7 @@ class VllmEngine(VllmEngineServicer):
         prompt = await self._prompt(request)
         params = grpc_messages.sampling_params(request.sampling_params, self._service.info.default_sampling_params)
         answer = grpc_messages.Answer(request.stream, prompt, params.logprobs or 0, params.prompt_logprobs or 0)
-        label = request_id(context, request.request_id)
+        label = name_call(request.request_id)
         async with aclosing(self._service.generate([prompt], params, label=label)) as deltas:
             async for delta in deltas:
                 for response in answer.responses(delta):
@@ -146,7 +146,7 @@ class VllmEngine(VllmEngineServicer):
         """Starts a trace of the engine by jax.profiler, into `output_dir` or a directory of its own in jaxserve's cache."""
         await self._check_dev_rpc(context, "StartProfile")
         grpc_messages.check_profile_served(request)
-        directory = request.output_dir or str(cache_dir() / "profiles" / time.strftime("%Y%m%d-%H%M%S"))
+        directory = request.output_dir or str(profile_directory())
         await self._service.client.start_profile(directory)
         return common_pb2.ProfileResponse(success=True, message=f"tracing into {directory}")
 

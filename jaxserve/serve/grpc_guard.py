@@ -1,4 +1,4 @@
-"""What every RPC of ours has in common: the API key, errors as statuses, `x-request-id`, and clients that stop reading.
+"""What every RPC of ours has in common: the API key, errors as statuses, `x-request-id`, times, and clients that stop reading.
 
 `Guard` wraps the handlers, so a servicer just raises `jaxserve.errors`. Knows no messages. Next: `grpc_engine`, `grpc_inference`.
 """
@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from jaxserve import logs
 from jaxserve.errors import AuthenticationFailed, JaxserveError, Overloaded, response_for
+from jaxserve.logs import request_id
 from jaxserve.serve.auth import KeyCheck
+from jaxserve.serve.http_guards import choose_request_id
 from jaxserve.serve.request_metrics import arrival_s
 from jaxserve.serve.tracing import caller_headers
 
@@ -80,11 +81,11 @@ async def write(context: grpc.aio.ServicerContext, message: Any) -> None:
         raise SlowReader(f"the client has not read for {SLOW_READER_S:g} s; its call is over.") from None
 
 
-def request_id(context: grpc.aio.ServicerContext, given: str) -> str:
-    """What the client calls the call: the name in its message, else its `x-request-id`, else nothing. Log lines name it from now on."""
-    name = given or _text(context.invocation_metadata(), "x-request-id") or ""
-    logs.request_id.set(name)
-    return name
+def name_call(given: str) -> str:
+    """What a call is called: by its message, else by `x-request-id`. Log lines name it so from now on."""
+    if given:
+        request_id.set(given)
+    return request_id.get()
 
 
 def _wrap(handler: _Handler) -> _Handler:
@@ -113,8 +114,9 @@ def _take_metadata(context: grpc.aio.ServicerContext) -> None:
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     caller_headers.set(metadata)
     arrival_s.set(time.perf_counter())
-    if "x-request-id" in metadata:
-        context.set_trailing_metadata((("x-request-id", metadata["x-request-id"]),))
+    chosen = choose_request_id(metadata.get("x-request-id"))
+    request_id.set(chosen)
+    context.set_trailing_metadata((("x-request-id", chosen),))
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:

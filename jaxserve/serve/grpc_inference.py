@@ -21,7 +21,7 @@ from jaxserve.engine.admission import check_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.protocol import inference_pb2 as pb
 from jaxserve.protocol.inference_pb2_grpc import InferenceServicer
-from jaxserve.serve.grpc_guard import request_id, write
+from jaxserve.serve.grpc_guard import name_call, write
 from jaxserve.serve.openai_answers import Usage, chat_prompt, raise_if_failed
 from jaxserve.serve.openai_logprobs import TokenNames, most_likely
 from jaxserve.serve.openai_types import ChatBody
@@ -122,7 +122,7 @@ class Inference(InferenceServicer):
         deltas = service.generate(
             [prompt],
             params,
-            label=request_id(context, options.request_id),
+            label=name_call(options.request_id),
             priority=options.priority,
             cache_salt=options.cache_salt or None,
         )
