@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import threading
 import urllib.error
@@ -211,3 +212,28 @@ def test_a_requests_own_template_is_refused_with_the_reason(server):
     answer = call(server, "/v1/chat/completions", body)
     assert (answer[0], error_of(answer)["param"]) == (400, "chat_template")
     assert "chat_template_kwargs" in error_of(answer)["message"]
+
+
+def test_a_key_opens_every_endpoint_and_is_never_logged(start_server, caplog):
+    caplog.set_level(logging.DEBUG)
+    with start_server(ServerConfig(api_key=("open-sesame",), log_requests=True)) as server:
+        for path in ("/v1/models", "/metrics", "/version", "/tokenize", "/nothing"):
+            assert call(server, path)[0] == 401
+        assert call(server, "/health")[0] == 200
+        with server.client() as client, pytest.raises(openai.AuthenticationError, match="API key"):
+            client.completions.create(model="counting", prompt=[5])
+        with openai.OpenAI(base_url=f"{server.http}/v1", api_key="open-sesame", max_retries=0) as client:
+            assert client.completions.create(model="counting", prompt=[5], max_tokens=1).choices
+        assert call(server, "/metrics", Authorization="Bearer open-sesame")[0] == 200
+        assert call(server, "/metrics", Authorization="Bearer sesame-street")[0] == 401
+    # The client is in this process too, and its own lines are not the server's.
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith(("jaxserve", "uvicorn")))
+    assert "begins" in ours
+    assert "sesame" not in ours
+
+
+def test_a_foreign_host_name_is_refused_on_loopback(server):
+    answer = call(server, "/v1/models", Host="evil.example")
+    assert answer[0] == 403
+    assert "--allowed-hosts" in error_of(answer)["message"]
+    assert call(server, "/v1/models", Host="localhost:1")[0] == 200
