@@ -19,6 +19,8 @@ from jaxserve.engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+MARGIN_S = 3.0
+"""What the native timer waits longer, so that an engine that can still tell why it ends does so."""
 
 
 async def wait_for_stall(take_stats: Callable[[], EngineStats], timeout_s: float, period_s: float = PERIOD_S) -> str:
@@ -34,7 +36,7 @@ async def outlive_native_hangs(timeout_s: float, period_s: float = PERIOD_S) -> 
     """Until cancelled, keeps a timer from running out that writes all stacks to stderr and ends the process with status 1."""
     try:
         while True:
-            faulthandler.dump_traceback_later(timeout_s, exit=True)
+            faulthandler.dump_traceback_later(timeout_s + MARGIN_S, exit=True)
             await asyncio.sleep(period_s)
     finally:
         faulthandler.cancel_dump_traceback_later()
