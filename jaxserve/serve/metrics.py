@@ -3,7 +3,7 @@
 Names and buckets are vLLM's, so that its dashboards work with `--metrics-prefix vllm`. Left out is what this engine does not have
 (speculative decoding, LoRA, multimodal and external caches, sleeping, KV offload, tool parsers) and what would say nothing new:
 num_requests_waiting_by_reason (every waiting sequence waits for capacity) and prompt_tokens_by_source (prompt_tokens and
-prompt_tokens_cached say it). Added are engine_up, num_compiles and request_rejected. A server without HTTP has no /metrics.
+prompt_tokens_cached say it). Added are engine_up, num_compiles and num_requests_rejected. A server without HTTP has no /metrics.
 Next: `engine_metrics`, `request_metrics`; `http` mounts it.
 """
 

@@ -1,10 +1,11 @@
-"""What a front end measures of the requests it serves: latencies, token counts, ends and refusals, as Prometheus counters and histograms.
+"""What a front end measures of the requests it serves: latencies, token counts and ends, as Prometheus counters and histograms.
 
 Each front end writes its own file under PROMETHEUS_MULTIPROC_DIR, where the supervisor has set it, and any of them answers for all,
 also for one that has died; without it the figures live in this process. `service.generate` calls `CallMetrics` for every event, so
 what it does there is little. Knows no engine. Next: `metrics`, which renders them beside the engine's.
 
-A sequence (one of a request's n) counts by itself, as in vLLM; request_params_n and request_max_num_generation_tokens count requests.
+A sequence (one of a request's n) counts by itself, as in vLLM; request_params_n, request_max_num_generation_tokens and
+num_requests_rejected count requests.
 Latencies and sizes are observed of sequences that ended by themselves: one that was aborted or failed is only counted.
 """
 
@@ -24,7 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from jaxserve.core.events import TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import FinishReason
-from jaxserve.errors import EngineUnavailable, InvalidRequest, Overloaded
+from jaxserve.errors import InvalidRequest, Overloaded
 from jaxserve.text.sequence_text import TextDelta
 
 arrival_s: ContextVar[float | None] = ContextVar("arrival_s", default=None)
@@ -35,7 +36,6 @@ TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 N_BUCKETS = (1, 2, 5, 10, 20)
-REFUSALS: dict[type[BaseException], str] = {InvalidRequest: "invalid", Overloaded: "overloaded", EngineUnavailable: "unavailable"}
 
 
 class RequestMetrics:
@@ -64,8 +64,7 @@ class RequestMetrics:
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Those of them that the prefix cache held.").labels(*labels)
         ends = counter("request_success", "Sequences that ended, by finish_reason.", "finished_reason")
         self.ends = {reason: ends.labels(*labels, reason.value) for reason in FinishReason}
-        refusals = counter("request_rejected", "Requests refused before their first token.", "reason")
-        self.refusals = {kind: refusals.labels(*labels, reason) for kind, reason in REFUSALS.items()}
+        self.rejected = counter("num_requests_rejected", "Requests refused as too many sequences waited.").labels(*labels)
 
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between two events of a sequence.", TOKEN_BUCKETS)
@@ -117,20 +116,18 @@ class CallMetrics:
         self._metrics = metrics
         given = arrival_s.get()
         self._arrived_s = time.perf_counter() if given is None else given
-        self._has_events = False
-        self._num_requests = 1
+        self._requests: Sequence[Request] = ()
         self._open: dict[tuple[str, int], _Sequence] = {}
         self._sizes: dict[str, list[int]] = {}
         """Output tokens of each request's ended sequences."""
 
     def begin(self, requests: Sequence[Request]) -> None:
         """These are about to be sent to the engine."""
-        self._num_requests = len(requests)
+        self._requests = requests
         self._open = {(request.request_id, index): _Sequence(request) for request in requests for index in range(request.params.n)}
 
     def on_event(self, event: TokenEvent, text: TextDelta) -> None:
         """New tokens and/or the end of a sequence."""
-        self._has_events = True
         sequence = self._open.get((event.request_id, event.index))
         if sequence is None:
             return
@@ -183,14 +180,12 @@ class CallMetrics:
             metrics.max_output_size.observe(max(sizes))
 
     def end_with(self, error: BaseException) -> None:
-        """The call ends by an exception, its client's leaving included: a refusal if nothing had come, else the end of what is open."""
+        """The call ends by an exception, its client's leaving included; one that the engine refused as invalid never was a request."""
         metrics = self._metrics
-        if not self._has_events and isinstance(error, tuple(REFUSALS)):
-            refusal = next(count for kind, count in metrics.refusals.items() if isinstance(error, kind))
-            refusal.inc(self._num_requests)
-            return
-        reason = FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT
-        metrics.ends[reason].inc(len(self._open))
+        if isinstance(error, Overloaded):
+            metrics.rejected.inc(len(self._requests))
+        elif not isinstance(error, InvalidRequest):
+            metrics.ends[FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT].inc(len(self._open))
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:
