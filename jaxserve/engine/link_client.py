@@ -215,15 +215,14 @@ class EngineClient:
         logger.info("connected to the engine at %s", self._address)
         self._connection, self._info = connection, info
         self._connected.set()
-        self._tell()
 
     def _on_message(self, connection: _Connection, info: EngineInfo, message: link_pb2.FromEngine) -> None:
         self._num_silent_ticks = 0
         if message.HasField("heartbeat"):
             self.last_stats = link_codec.decode_stats(message.heartbeat)
-            self._tell()
         if not self.is_connected and not message.failure:  # an engine that is about to end still answers, but only that
             self._begin(connection, info)
+        self._tell()
         for event in message.events:
             if (stream := self._streams.get(event.request_id)) is not None:
                 stream.put(event)
@@ -244,15 +243,15 @@ class EngineClient:
         """Counts time in which this process could have heard something: a busy or stopped front end blames no engine."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._num_silent_ticks += self.last_stats is not None
+            self._num_silent_ticks += 1
             self._tell()
 
     def _tell(self) -> None:
         if self.is_healthy == self._was_healthy:
             return
         self._was_healthy = self.is_healthy
-        if self.is_connected:
-            logger.log(*((logging.INFO, "the engine is well") if self.is_healthy else (logging.ERROR, self.why)))
+        if self.is_connected and not self.is_healthy:
+            logger.error("%s", self.why)
         for callback in self._listeners:
             callback()
 
