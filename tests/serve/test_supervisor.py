@@ -265,6 +265,18 @@ def test_a_killed_engine_fails_what_is_open_with_a_clear_error_and_comes_back(mo
         assert server.completes()
 
 
+def test_an_engine_that_hangs_is_started_again(model_path, tmp_path):
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_STEP_S": "60"}, stall_timeout=1) as server, connect(server.grpc) as channel:
+        call = Call(channel, [3, 7])
+        call.wait()
+        assert call.error is not None
+        assert call.error.code() == grpc.StatusCode.UNAVAILABLE
+        server.wait_for("(the engine ended with status 1; restart 1 of at most 5)")
+        assert "run" in server.text()  # the stacks tell where it hung
+        server.wait_for("(the engine serves again)")
+        until(lambda: server.status("/ready") == 200, "ready again")
+
+
 def test_killing_the_supervisor_leaves_no_process_and_no_port(model_path, tmp_path):
     with serving(model_path, tmp_path, api_server_count=2, api_key=[KEY]) as server:
         server.wait_for("(Ready)")
@@ -359,3 +371,28 @@ def test_sigterm_ends_a_server_that_is_still_starting(model_path, tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert not any(child.is_running() for child in children), server.text()
+
+
+def test_metrics_are_the_totals_of_all_front_ends_and_log_lines_are_json(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2, log_format="json") as server:
+        server.wait_for("(Ready)")
+
+        def ended() -> list[float]:
+            """Ask over several connections, so that both answer."""
+            counts = []
+            for _ in range(6):
+                with DIRECT.open(f"{server.http}/metrics", timeout=TIMEOUT_S) as answer:
+                    [count] = re.findall(rb'jaxserve:request_success_total\{.*finished_reason="length".*\} (\S+)', answer.read())
+                    counts.append(float(count))
+            return counts
+
+        assert all(server.completes() for _ in range(8))
+        assert ended() == [8] * 6
+        victim = server.children("jaxserve.serve")[0]
+        victim.kill()
+        server.wait_for(r"(front end \d) serves again")
+        assert server.completes()
+        assert ended() == [9] * 6
+        lines = [json.loads(line) for line in server.text().splitlines()]
+    assert {"time", "level", "logger", "message", "process"} <= set.intersection(*map(set, lines))
+    assert len({line["process"] for line in lines}) >= 2
