@@ -84,7 +84,7 @@ class EventStream:
         self._num_pending_bytes = 0
         self._error: JaxserveError | None = None
         self._is_ended = False
-        self._arrival = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None  # what the reader waits for
 
     def __enter__(self) -> EventStream:
         return self
@@ -102,8 +102,8 @@ class EventStream:
             if self._error is not None:
                 self.close()
                 raise self._error
-            self._arrival.clear()
-            await self._arrival.wait()
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
         raise StopAsyncIteration
 
     def put(self, event: link_pb2.Event) -> None:
@@ -118,12 +118,12 @@ class EventStream:
             if self._num_pending_bytes > self._max_pending_bytes:
                 logger.warning("nobody reads request %s: more than %d bytes wait; ending it", key[0], self._max_pending_bytes)
                 self.end()
-        self._arrival.set()
+        self._wake()
 
     def fail(self, error: JaxserveError) -> None:
         """Called by the client when a request was refused or the engine is gone."""
         self._error = error
-        self._arrival.set()
+        self._wake()
 
     def drop(self, request_id: str, index: int) -> None:
         """Aborts one sequence and yields no more events of it (its text hit a stop string)."""
@@ -141,7 +141,7 @@ class EventStream:
             self._owner.abort(request_id)
             for index in indices:
                 self._end_sequence(request_id, index)
-        self._arrival.set()
+        self._wake()
 
     def close(self) -> None:
         """Aborts whatever still runs; nothing more is yielded."""
@@ -151,6 +151,10 @@ class EventStream:
             self._owner.forget(request_id)
         self._unfinished.clear()
         self._pending.clear()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def _end_sequence(self, request_id: str, index: int) -> None:
         last = link_pb2.Event(
