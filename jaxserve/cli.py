@@ -289,7 +289,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, An
     namespace, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], known)} See `{parser.prog} --help`.")
+        name = unknown[0].partition("=")[0]  # what follows may be a secret
+        raise ConfigError(f"unknown argument {name!r}.{nearest(name, known)} See `{parser.prog} --help`.")
     return vars(namespace)
 
 

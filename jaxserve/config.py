@@ -172,12 +172,12 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     num_pages: int
-    page_size: int = 16
+    page_size: int = EngineConfig.page_size
     num_groups: int = 1
-    max_penalty_slots: int = 64
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    long_prefill_token_threshold: int = 0
+    max_penalty_slots: int = EngineConfig.max_penalty_slots
+    enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+    scheduling_policy: str = EngineConfig.scheduling_policy
+    long_prefill_token_threshold: int = EngineConfig.long_prefill_token_threshold
     eos_token_ids: frozenset[int] = frozenset()
     rope_original_length: int | None = None
     """For RoPE whose table depends on the length: only pages below it, of sequences admitted at most that long, are cached."""

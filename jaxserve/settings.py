@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
         if isinstance(spec.default, bool):
             target.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         elif isinstance(spec.default, tuple):
-            target.add_argument(*flags, nargs="+", metavar="NAME", **options)
+            target.add_argument(*flags, nargs="+", action="extend", metavar=_metavar(spec), **options)
         else:
             target.add_argument(*flags, metavar=_metavar(spec), **options)
 
@@ -128,7 +128,8 @@ def parse_value(name: str, raw: Any, origin: str) -> Any:
     if value is None:
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"}[kind]
         unit = {"bytes": ", such as 4GiB", "count": ", such as 4096 or 32k"}.get(spec.metadata.get("kind", ""), "")
-        raise ConfigError(f"{origin}: {name} is {raw!r}; it must be {wanted}{unit}.")
+        given = "not readable" if spec.metadata.get("is_secret") else repr(raw)
+        raise ConfigError(f"{origin}: {name} is {given}; it must be {wanted}{unit}.")
     if message := range_error(spec, value):
         raise ConfigError(f"{origin}: {message}")
     return value
@@ -255,7 +256,11 @@ def _dashed(name: str) -> str:
 def _metavar(spec: Field[Any]) -> str:
     if spec.metadata["choices"]:
         return "{" + ",".join(spec.metadata["choices"]) + "}"
-    return {"bytes": "SIZE", "count": "N"}.get(spec.metadata["kind"]) or {int: "N", float: "X"}.get(_type_of(spec.name), "TEXT")
+    if spec.metadata["is_secret"]:
+        return "SECRET"
+    return {"bytes": "SIZE", "count": "N"}.get(spec.metadata["kind"]) or {int: "N", float: "X", tuple: "NAME"}.get(
+        _type_of(spec.name), "TEXT"
+    )
 
 
 def _help(spec: Field[Any]) -> str:

@@ -34,6 +34,7 @@ from jaxserve.runner.device import choose_dtype, set_up_device
 from jaxserve.runner.memory import (
     MIN_PAGES,
     MemoryPlan,
+    check_token_budget,
     choose_num_pages,
     kv_budget,
     num_pages_key,
@@ -174,6 +175,13 @@ def _plan_memory(
     max_model_len, message = resolve_max_model_len(config, spec, num_pages)
     if message is not None:
         logger.warning(message)
+    check_token_budget(
+        config,
+        default=defaults.max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_kv_tokens=(num_pages - 1) // len(spec.kv_groups) * config.page_size,
+    )
     plan = MemoryPlan(
         weights_bytes=tree_bytes(jax.tree.leaves(model)),
         state_bytes=state_bytes,

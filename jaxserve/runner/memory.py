@@ -213,6 +213,24 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec, num_pages: int)
     return wanted, None
 
 
+def check_token_budget(config: EngineConfig, *, default: int, max_num_seqs: int, max_model_len: int, num_kv_tokens: int) -> None:
+    """Raises ConfigError for a step's token budget that no step could fill: its programs would take memory and minutes for nothing.
+
+    Args:
+        default: What is used where none is given; always accepted.
+        num_kv_tokens: Tokens that all KV pages hold.
+    """
+    wanted, fitting = config.max_num_batched_tokens or default, max_num_seqs * max_model_len
+    limit = max(default, min(fitting, num_kv_tokens))
+    if wanted > limit:
+        reason = f"all KV pages hold {num_kv_tokens:,}"
+        if fitting < num_kv_tokens:
+            reason = f"{max_num_seqs:,} sequences of {max_model_len:,} are {fitting:,}"
+        raise ConfigError(
+            f"max_num_batched_tokens is {wanted:,}, more than a step can use: {reason}. Give --max-num-batched-tokens {limit} or less."
+        )
+
+
 def _read_remembered(path: Path) -> dict[str, int]:
     try:
         content = json.loads(path.read_text())
