@@ -126,11 +126,6 @@ class Service:
         return self.config.served_model_name or (self.info.model,)
 
     @property
-    def is_live(self) -> bool:
-        """Whether this process works."""
-        return True
-
-    @property
     def is_healthy(self) -> bool:
         """Whether the engine is warm, is heard of and makes progress."""
         return self._tokenizer is not None and self.client.is_healthy

@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve.config import ServerConfig
+from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.serve.ports import bind, held_ports
 from jaxserve.serve.server import FrontEnd, run_front_end
@@ -182,6 +183,27 @@ def test_the_server_may_allow_less_time_than_a_call_asks_for(start_server):
         for options in ({}, {"timeout_s": 60}):
             texts = asyncio.run_coroutine_threadsafe(collect(server, **options), server.aio_loop).result(10)
             assert [reason for _, reason in texts] == ["abort", "abort"]
+
+
+def test_a_call_that_nobody_reads_ends_and_slows_nobody(fresh_server, monkeypatch):
+    monkeypatch.setattr("jaxserve.engine.event_stream.MAX_PENDING_BYTES", 20_000)  # some sixty tokens with twenty logprobs each
+    server = fresh_server
+
+    async def main() -> None:
+        service = server.front_end.service
+        params = service.sampling_params({"temperature": 0.0, "ignore_eos": True, "max_tokens": 200, "logprobs": 20})
+        unread = service.generate([[5, 7]], params)
+        first = await anext(unread)
+        while server.engine.has_work:
+            await asyncio.sleep(0.005)
+        assert [reason for _, reason in await collect(server)] == ["length", "length"]
+        rest = [delta async for delta in unread]
+        token_ids = [token_id for delta in (first, *rest) for token_id in delta.token_ids]
+        assert 20 < len(token_ids) < 150 and token_ids == server.output_ids([5, 7], len(token_ids))
+        assert rest[-1].finish_reason is FinishReason.ABORT
+
+    asyncio.run_coroutine_threadsafe(main(), server.aio_loop).result(20)
+    server.wait_until_idle()
 
 
 def test_a_call_that_can_never_be_admitted_is_refused_naming_the_flag(start_server):
