@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jaxserve")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that this task serves, as its client knows it."""
