@@ -63,7 +63,7 @@ async def supervise(
     with held_ports(server) as held, private_directory() as directory:
         address = f"unix:{directory}/engine.sock"
         common = {"engine_address": address, "log_format": server.log_format}
-        limits = {"max_waiting": server.max_waiting, "stall_timeout": server.stall_timeout, "log_format": server.log_format}
+        limits = {"max_waiting": server.max_waiting, "stall_timeout": server.stall_timeout}
         engine = Part("the engine", engine_command, {**common, "config": engine_config, "server": limits})
         orders = {**common, "config": asdict(held), "share_ports": True}
         environment = {"PROMETHEUS_MULTIPROC_DIR": str(_make(directory / "metrics"))}

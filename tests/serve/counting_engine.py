@@ -30,6 +30,8 @@ runner = CountingRunner(num_pages=129, page_size=16, max_num_seqs=8, vocab_size=
 info = EngineInfo(
     model_path=orders["config"]["model"], model="counting", model_type="llama", dtype="float32", max_model_len=256, vocab_size=320,
     eos_token_ids=(1,), num_pages=129, page_size=16, max_num_seqs=8, max_num_batched_tokens=64,
+    max_waiting=orders["server"]["max_waiting"] or 32,
 )  # fmt: skip
 engine = Engine(Scheduler(limits), runner, info)
-sys.exit(run_engine_process(engine, info, orders["engine_address"], lambda: reports.ready(asdict(info))))
+stall_timeout_s = orders["server"]["stall_timeout"]
+sys.exit(run_engine_process(engine, info, orders["engine_address"], lambda: reports.ready(asdict(info)), stall_timeout_s=stall_timeout_s))
