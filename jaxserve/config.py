@@ -97,7 +97,7 @@ class ServerConfig:
     port: int = setting(8000, "HTTP port; 0 picks a free one.", group="server", low=0, high=65535)
     grpc_port: int = setting(50051, "gRPC port; 0 picks a free one.", group="server", low=0, high=65535)
     http_only: bool = setting(False, "Serve no gRPC.", group="server")
-    grpc_only: bool = setting(False, "Serve no HTTP.", group="server")
+    grpc_only: bool = setting(False, "Serve no HTTP, and so no /metrics.", group="server")
     served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
     api_server_count: int | None = setting(
         None, "Front-end processes that share the ports; default 2 from four CPU cores on, else 1.", group="server", low=1, high=64
