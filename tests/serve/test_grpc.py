@@ -16,6 +16,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from jaxserve.serve import grpc_messages
+
 TIMEOUT_S = 30
 
 
@@ -87,6 +89,49 @@ def test_zeros_are_defaults(server, stub):
     [response] = list(stub.Generate(message, timeout=TIMEOUT_S))
     assert len(response.complete.output_ids) == 254  # max_tokens unset: the rest of the context
     assert list(response.complete.output_ids[:5]) == server.output_ids([5, 7], 5, seed=3)  # temperature unset: 1
+
+
+def test_optional_fields_left_out_are_the_models_and_plain_zeros_the_protocols(start_server):
+    defaults = {"temperature": 0.0, "max_tokens": 5, "top_p": 0.5, "repetition_penalty": 1.3}
+    with start_server(default_sampling_params=defaults) as server, server.channel() as channel:
+        stub = VllmEngineStub(channel)
+        message = pb.GenerateRequest(
+            tokenized=pb.TokenizedInput(input_ids=[5, 7]), sampling_params=pb.SamplingParams(seed=3, ignore_eos=True)
+        )
+        [response] = list(stub.Generate(message, timeout=TIMEOUT_S))
+        assert list(response.complete.output_ids) == server.output_ids([5, 7], 5)  # greedy: the seed does not matter
+        message.sampling_params.temperature = 1.0
+        message.sampling_params.max_tokens = 7
+        [response] = list(stub.Generate(message, timeout=TIMEOUT_S))
+        assert list(response.complete.output_ids) == server.output_ids([5, 7], 7, seed=3)
+    params = grpc_messages.sampling_params(pb.SamplingParams(), defaults)
+    assert (params.temperature, params.max_tokens, params.top_p, params.repetition_penalty) == (0.0, 5, 1.0, 1.0)
+
+
+def test_n_streams_with_logprobs_interleave_and_each_is_whole(server, stub):
+    responses = generate(stub, n=3, temperature=1.0, seed=9, max_tokens=6, logprobs=1, prompt_logprobs=0, stream=True)
+    expected = {index: server.output_ids([5, 7], 6, seed=9 + index) for index in range(3)}
+    open_indices, order = {0, 1, 2}, []
+    token_ids: dict[int, list[int]] = {index: [] for index in range(3)}
+    for response in responses:
+        kind = response.WhichOneof("response")
+        message = getattr(response, kind)
+        assert message.index in open_indices, "something follows a sequence's complete"
+        if kind == "complete":
+            open_indices.discard(message.index)
+            assert (message.finish_reason, message.prompt_tokens) == ("length", 2)
+            continue
+        order.append(message.index)
+        assert message.HasField("input_logprobs") == (not token_ids[message.index])
+        token_ids[message.index] += message.token_ids
+        logprobs = message.output_logprobs
+        assert list(logprobs.token_ids) == list(message.token_ids)
+        assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(message.token_ids) == message.completion_tokens
+        # The counting model's likeliest token is the one without a seed, a token that is r further on has log-probability -1 - r.
+        assert list(logprobs.token_logprobs) == [-1.0 - (9 + message.index)] * len(message.token_ids)
+        assert [list(top.values) for top in logprobs.top_logprobs] == [[-1.0]] * len(message.token_ids)
+    assert (token_ids, open_indices) == (expected, set())
+    assert order[:6] != sorted(order[:6]), "the sequences came one after another"
 
 
 def test_stop_tokens_and_stop_strings(server, stub):
@@ -232,7 +277,6 @@ def test_health_and_reflection(server, stub):
 def test_rpcs_that_are_not_served_say_so_without_a_traceback(stub, caplog):
     calls = [
         lambda: stub.Embed(pb.EmbedRequest(), timeout=TIMEOUT_S),
-        lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
         lambda: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)),
     ]
     for call in calls:
