@@ -42,14 +42,14 @@ def set_up_logging(log_format: str = "auto") -> None:
     logging.captureWarnings(True)
 
 
-def announce(text: str) -> None:
+def announce(text: str, level: int = logging.INFO) -> None:
     """Tells whoever started this process something: as it is where log lines are text, a record for each line where they are JSON."""
     if not any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
         print(text, file=sys.stderr, flush=True)
         return
     for line in text.splitlines():
         if words := " ".join(line.split()):
-            logger.info("%s", words)
+            logger.log(level, "%s", words)
 
 
 class TextFormatter(logging.Formatter):

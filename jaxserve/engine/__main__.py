@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.engine.link_server import run_engine_process
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ERROR_PREFIX, JaxserveError
+from jaxserve.logs import announce
 
 WAITING_PER_SEAT = 4
 """Sequences that may wait for each that can run, unless `--max-waiting` says otherwise."""
@@ -23,7 +25,7 @@ def main() -> int:
     try:
         engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
     except JaxserveError as error:
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2
     server = orders["server"]
     info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)

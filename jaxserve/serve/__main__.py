@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.child_process import Reports, read_orders
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ERROR_PREFIX, JaxserveError
+from jaxserve.logs import announce
 from jaxserve.serve.server import Endpoints, run_front_end
 
 
@@ -27,7 +29,7 @@ def main() -> int:
     try:
         return asyncio.run(run_front_end(config, orders["engine_address"], on_ready, share_ports=orders["share_ports"]))
     except JaxserveError as error:
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2
 
 
