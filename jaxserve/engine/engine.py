@@ -104,19 +104,18 @@ class Engine:
 
     def _turn_overlapped(self) -> list[TokenEvent]:
         """Schedules step N+1 and dispatches it while N runs, then waits for N and commits N."""
-        running, self._in_flight = self._in_flight, None
+        running = self._in_flight
         plan = self.scheduler.schedule()
         if not plan.rows and running is None:
             return self._idle()
         try:
-            if plan.rows:
-                self._in_flight = _Dispatched(plan, self.runner.run(plan))
-            if running is None:
-                return []
-            result = running.pending.wait()
+            dispatched = _Dispatched(plan, self.runner.run(plan)) if plan.rows else None
+            result = running.pending.wait() if running else None
         except Exception as error:
             return self._fail(error)
-        return self._commit(running.plan, result)
+        events = self._commit(running.plan, result) if running and result else []
+        self._in_flight = dispatched
+        return events
 
     def _commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         self._num_failed_in_row = self._num_idle_in_row = 0
