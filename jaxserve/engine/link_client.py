@@ -112,7 +112,7 @@ class EngineClient:
         if self._connection is None:
             if self._info is None:
                 return "the model is still loading; send the request again in a while."
-            return f"the engine is restarting: {self._lost_reason}; send the request again in a while."
+            return f"the engine is restarting ({self._lost_reason}); send the request again in a while."
         if self._is_silent or self._is_stalled:
             return "the engine is stalled: it makes no progress; send the request again in a while."
         return ""
@@ -275,7 +275,8 @@ class _Connection:
                 on_message(message)
                 reason = message.failure or reason
         except grpc.aio.AioRpcError as error:
-            reason = f"the connection to the engine broke: {error.details()}"
+            logger.warning("the connection to the engine broke: %s", error.details())
+            reason = "the engine has gone away"
         except Exception:
             logger.exception("a message of the engine could not be taken in")
             reason = "this front end could not read the engine's answer"
