@@ -197,8 +197,9 @@ class AsyncLLM:
         with self._close_lock:
             engine, self._engine = self._engine, None
             if engine is not None:
-                self._loop.stop()
-                engine.close()
+                has_ended = self._loop.stop()
+                if has_ended:  # a step that hangs still uses the device
+                    engine.close()
 
     async def __aenter__(self) -> Self:
         return self
