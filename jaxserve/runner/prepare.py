@@ -13,9 +13,6 @@ import numpy as np
 from jaxserve.core.plan import Admission, Plan
 from jaxserve.runner.layout import ADMISSION_WORDS, PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
 
-_LAST_TOKEN = (-1,)
-"""Stands for the slot's last sampled token, which may exist only on the device."""
-
 
 class PreparedStep(NamedTuple):
     """A plan on the host, ready to upload.
@@ -66,8 +63,11 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
         view["logits_row"][: len(sampled)] = sampled
         view["logits_row"][len(sampled) :] = bucket.rows
         view["is_sampled"][: len(sampled)] = 1
-    tokens = [token for ids in token_ids for token in ids or _LAST_TOKEN]
-    view["tokens"][: len(tokens)] = tokens
+    tokens, ends = view["tokens"], np.cumsum(num_tokens).tolist()
+    tokens[: ends[-1]] = -1  # the slot's last sampled token, which may exist only on the device
+    for ids, end in zip(token_ids, ends, strict=True):
+        if ids:
+            tokens[end - len(ids) : end] = ids
     if bucket.has_prompt_logprobs:
         wanted = [target for row, count in zip(targets, num_tokens, strict=True) for target in row or (-1,) * count]
         view["targets"][: len(wanted)] = wanted
