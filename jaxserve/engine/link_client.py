@@ -29,16 +29,16 @@ from jaxserve.errors import EngineUnavailable, InvalidRequest
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-RECONNECT_S = 0.2
+RECONNECT_S = 0.1
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # The link is local; http_proxy in the environment would otherwise catch one over TCP.
     ("grpc.enable_http_proxy", 0),
-    # A front end waits for an engine that still loads, and should notice soon.
+    # Front ends wait for an engine that still loads, and should notice soon, all at about the same time.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 400),
+    ("grpc.max_reconnect_backoff_ms", 100),
 ]
 HEARTBEAT_TIMEOUT_S = 5.0
 """An engine that has sent nothing for this long counts as stalled."""
