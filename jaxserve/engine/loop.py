@@ -287,6 +287,7 @@ class EngineLoop:
         for client in self._clients:
             output = self._output(client)
             output.failure = reason
-        self._deliver()
+            with contextlib.suppress(Exception):  # the others must hear of it all the same
+                client.deliver(output)
         self._clients.clear()
         self._working_since_s = None

@@ -145,6 +145,22 @@ def test_a_broken_engine_that_cannot_abort_still_ends_in_order(engine, monkeypat
         assert "broken" in output.failure
 
 
+def test_a_client_that_cannot_be_told_does_not_hide_a_failure(engine):
+    def deliver(output: Output) -> None:
+        if output.failure is not None:
+            raise RuntimeError("nobody there")
+
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    loop = EngineLoop(engine, on_failure=failures.put)
+    engine.step_error = ValueError("device lost")
+    clients = [connect(loop), (loop.connect(deliver), None), connect(loop)]
+    clients[0][0].add(request("a"))
+    loop.start()
+    assert failures.get(timeout=TIMEOUT_S) is engine.step_error
+    for _, outputs in (clients[0], clients[2]):
+        assert "device lost" in outputs.get(timeout=TIMEOUT_S).failure
+
+
 def test_stop_ends_open_requests(engine):
     loop = EngineLoop(engine)
     loop.start()

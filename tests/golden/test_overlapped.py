@@ -73,7 +73,7 @@ def test_the_same_answers_as_the_plain_loop(tiny_model) -> None:
     model = tiny_model("llama3-rope", 8)
     rng = random.Random(5)
     compiles = model.runner.compiles.num_compiles
-    limits = {"num_pages": 14, "max_num_batched_tokens": 40, "eos_token_ids": frozenset({EOS})}
+    limits = {"num_pages": 14, "max_num_batched_tokens": 40, "max_penalty_slots": 2, "eos_token_ids": frozenset({EOS})}
     requests = make_requests(rng, model.engine(**limits))
     keys = [(request.request_id, index) for request in requests for index in range(request.params.n)]
     abort_at = {key: rng.randint(1, 5) for key in rng.sample(keys, len(keys) // 8)}
