@@ -11,7 +11,6 @@ FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
-    pb.FINISH_REASON_REPETITION: "repetition",
 }
 
 
@@ -48,7 +47,7 @@ class Output:
         text: The generated text, without the prompt.
         token_ids: The generated tokens, with the one that ended the answer.
         logprobs: One for each token when asked, else empty.
-        finish_reason: "stop", "length", "abort" or "repetition"; None in a piece that is not the last of its answer.
+        finish_reason: "stop", "length" or "abort"; None in a piece that is not the last of its answer.
         stop_reason: The stop string or stop token id that matched; None for the model's own end token.
     """
 

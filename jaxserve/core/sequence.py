@@ -32,7 +32,6 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    REPETITION = "repetition"
 
 
 @dataclass(slots=True, eq=False)

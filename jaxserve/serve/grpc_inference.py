@@ -32,7 +32,6 @@ FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-    FinishReason.REPETITION: pb.FINISH_REASON_REPETITION,
 }
 
 
