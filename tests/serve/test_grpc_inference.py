@@ -1,10 +1,12 @@
 """`jaxserve.v1.Inference` through its generated stub: text in, text out, with values that a person can compute."""
 
+import asyncio
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -12,6 +14,8 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from jaxserve.client import AsyncClient, Client
+from jaxserve.errors import InvalidRequest
 from jaxserve.protocol import inference_pb2 as pb
 from jaxserve.protocol.inference_pb2_grpc import InferenceStub
 from tests.serve.conftest import running_server
@@ -247,6 +251,57 @@ def test_a_failed_step_is_internal_and_a_lost_engine_unavailable(fresh_server):
         fresh_server.return_engine()
         fresh_server.wait_until_ready()
         assert generate(stub).outputs
+
+
+def test_the_client_reads_what_the_server_writes(server):
+    prompt = server.tokenizer.encode("Hello")
+    chat_prompt = server.tokenizer.encode("<s>user: Hi<|im_end|>assistant: ", False)
+    expected = [text_after(server, prompt, 12, seed=seed) for seed in (4, 5)]
+    fields = {"n": 2, "temperature": 1.0, "seed": 4, "max_tokens": 12, "ignore_eos": True, "timeout_s": TIMEOUT_S}
+    with Client(server.grpc) as client:
+        answer = client.generate("Hello", **fields)
+        assert [output.text for output in answer.outputs] == expected
+        assert answer.usage.completion_tokens == 24
+        texts = ["", ""]
+        for piece in client.stream("Hello", **fields):
+            texts[piece.index] += piece.text
+        assert texts == expected
+        assert client.detokenize(client.tokenize("Hello there"), skip_special_tokens=True) == "Hello there"
+        [first] = server.output_ids(chat_prompt, 1)
+        [output] = client.chat([{"role": "user", "content": "Hi"}], stop_token_ids=[first], temperature=0, logprobs=1).outputs
+        assert (output.token_ids, output.stop_reason, output.finish_reason) == ([first], first, "stop")
+        assert output.logprobs[0].token.id == first
+        with pytest.raises(InvalidRequest, match="temperature"):
+            client.generate("Hello", temperature=-1.0)
+
+    async def talk() -> str:
+        async with AsyncClient(server.grpc) as client:
+            messages = [{"role": "user", "content": "Hi"}]
+            return "".join([piece.text async for piece in client.chat_stream(messages, temperature=0, max_tokens=5, ignore_eos=True)])
+
+    assert asyncio.run(talk()) == text_after(server, chat_prompt, 5)
+
+
+def test_retries_carry_clients_through_overload(start_server):
+    prompts = [[5, i] for i in range(14)]
+    fields = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "timeout_s": TIMEOUT_S}
+    with start_server(max_waiting=1) as server, Client(server.grpc) as client, ThreadPoolExecutor(14) as pool:
+
+        def ask(prompt: list[int]) -> tuple[list[int], float]:
+            start = time.monotonic()
+            [output] = client.generate(prompt, **fields).outputs
+            return output.token_ids, time.monotonic() - start
+
+        server.runner.gate.clear()
+        calls = [pool.submit(ask, prompt) for prompt in prompts[:9]]
+        while server.loop.stats().num_waiting + server.loop.stats().num_running < 9:  # the seats and the queue
+            time.sleep(0.005)
+        calls += [pool.submit(ask, prompt) for prompt in prompts[9:]]
+        time.sleep(0.3)  # the others are refused, and wait
+        server.runner.gate.set()
+        answers = [call.result(TIMEOUT_S) for call in calls]
+        assert [token_ids for token_ids, _ in answers] == [server.output_ids(prompt, 6) for prompt in prompts]
+        assert max(duration_s for _, duration_s in answers) >= 1, "nobody was told to come back in a second"
 
 
 def test_the_generated_module_is_what_the_proto_says(tmp_path):
