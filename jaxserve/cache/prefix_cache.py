@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -98,9 +98,14 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget every prefix."""
-        for page in list(self._keys):
-            self._forget(page)
-            self._pool.unmark_cached(page)
+        self.forget(list(self._keys))
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody may read these pages any more by their prefix; those without a known one are left out."""
+        for page in pages:
+            if page in self._keys:
+                self._forget(page)
+                self._pool.unmark_cached(page)
 
     def _forget(self, page: int) -> None:
         if self._watch is not None and page in self._watch.pages:

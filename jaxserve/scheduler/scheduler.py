@@ -286,6 +286,7 @@ class Scheduler:
                 continue
             seq.num_pending_tokens -= 1
             if token_id == -1:
+                self._pages.forget(seq)  # what is not finite may have come from a page
                 self._end(seq, FinishReason.ERROR)
                 events.append(end_event(seq, error=NOT_FINITE))
                 continue

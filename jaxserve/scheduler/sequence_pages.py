@@ -123,6 +123,11 @@ class SequencePages:
             for i in range(first, last):
                 self.cache.register(hashes[i], group, table[i])
 
+    def forget(self, sequence: Sequence) -> None:
+        """What the sequence's pages hold cannot be trusted: no other sequence may find them."""
+        for table in sequence.page_tables:
+            self.cache.forget(table)
+
     def release(self, sequence: Sequence, *, after_step: int | None = None) -> None:
         """Give up the sequence's pages: at once, or when step `after_step`, which may still write them, is committed."""
         tables = sequence.page_tables
