@@ -1,8 +1,8 @@
 """The way of one token, walked by hand: ten stations from an HTTP body to the chunk that a client reads.
 
-Read it beside docs/architecture.md: its table names the functions that are called here, and the last test holds the two together. Everything
-is real: a tiny checkpoint whose logits an independent implementation has computed, the scheduler, the traced step, the tokenizer. Left
-out is only what waits between the stations: sockets, threads, the compiler.
+Read it beside docs/architecture.md: its table names the functions that are called here, and the last test holds the two together.
+Everything is real: a tiny checkpoint whose logits an independent implementation has computed, the scheduler, the traced step, the
+tokenizer. Left out is only what waits between the stations: sockets, threads, the compiler.
 """
 
 from __future__ import annotations
