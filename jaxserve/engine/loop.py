@@ -253,11 +253,15 @@ class EngineLoop:
 
     def _emit(self, events: list[TokenEvent]) -> None:
         """Sorts events into the outputs of the clients that own them."""
+        client = None
         for event in events:
             request = self._open.get(event.request_id)
             if request is None:
                 continue
-            self._output(request.client).events.append(event)
+            if request.client is not client:
+                client = request.client
+                own_events = self._output(client).events
+            own_events.append(event)
             if event.finish_reason is None:
                 continue
             request.num_unfinished -= 1
