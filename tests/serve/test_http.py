@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import socket
 import threading
 import time
@@ -388,12 +389,14 @@ def test_unknown_models_are_404_listing_the_served_names(server, client):
     assert client.completions.create(model="alias", prompt="x", max_tokens=1).model == "alias"
 
 
-def test_unknown_fields_and_neutral_values_are_ignored(server):
+def test_unknown_fields_and_neutral_values_are_ignored(server, caplog):
+    caplog.set_level(logging.DEBUG, "jaxserve.serve.openai_types")
     body = {
         "prompt": [5], "max_tokens": 1, "hello": 1, "user": "me", "suffix": None, "best_of": 1, "use_beam_search": False,
         "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "length_penalty": 1.0,
     }  # fmt: skip
     assert post(server, "/v1/completions", body)[0] == 200
+    assert "ignoring unknown fields: 'hello', 'user'" in caplog.messages
 
 
 def test_other_paths_and_methods_and_sizes(server):
