@@ -198,8 +198,9 @@ def test_a_client_that_does_not_read_is_aborted_and_slows_nobody(start_server, m
         else:
             call = VllmEngineStub(lazy).Generate(generate_request(**wide), timeout=TIMEOUT_S)
         next(call)
-        other = VllmEngineStub(channel).Generate(generate_request(max_tokens=20), timeout=TIMEOUT_S)
-        assert list(other)[-1].complete.finish_reason == "length"
+        for other in (channel, lazy):  # on its own connection too
+            responses = VllmEngineStub(other).Generate(generate_request(max_tokens=10), timeout=TIMEOUT_S)
+            assert list(responses)[-1].complete.finish_reason == "length"
         server.wait_until_idle()
         assert server.loop.stats().num_generated_tokens < 7 * 250
         with pytest.raises(grpc.RpcError) as caught:
