@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.engine.link_server import run_engine_process
+from jaxserve.engine.profiler import Profiler
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
 from jaxserve.logs import announce
 
@@ -20,7 +21,9 @@ def main() -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
     orders = read_orders()
     reports = Reports(orders["report_fd"])
-    from jaxserve.engine.build import build_engine  # loads JAX
+    from jax import profiler
+
+    from jaxserve.engine.build import build_engine
 
     try:
         engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
@@ -31,7 +34,12 @@ def main() -> int:
     info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
         return run_engine_process(
-            engine, info, orders["engine_address"], lambda: reports.ready(asdict(info)), stall_timeout_s=server["stall_timeout"]
+            engine,
+            info,
+            orders["engine_address"],
+            lambda: reports.ready(asdict(info)),
+            stall_timeout_s=server["stall_timeout"],
+            profiler=Profiler(profiler),
         )
     finally:
         engine.close()

@@ -42,10 +42,10 @@ type _Outbox = asyncio.Queue[Output | EngineStats | None]
 class LinkService(link_pb2_grpc.EngineLinkServicer):
     """EngineLink in front of one loop."""
 
-    def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
+    def __init__(self, loop: EngineLoop, info: EngineInfo, profiler: Profiler) -> None:
         self._loop = loop
         self._info_json = info.to_json()
-        self._profiler = Profiler()
+        self._profiler = profiler
         self._outboxes: set[_Outbox] = set()
 
     async def GetInfo(self, request: link_pb2.GetInfoRequest, context: grpc.aio.ServicerContext) -> link_pb2.GetInfoResponse:
@@ -170,9 +170,9 @@ def encode_output(output: Output) -> Iterator[link_pb2.FromEngine]:
     yield message
 
 
-async def start_link_server(loop: EngineLoop, info: EngineInfo, address: str) -> grpc.aio.Server:
+async def start_link_server(loop: EngineLoop, info: EngineInfo, address: str, profiler: Profiler | None = None) -> grpc.aio.Server:
     """Opens the door at `unix:/path` (a missing directory is made, for this user only) or `host:port`; RuntimeError when it cannot."""
-    return await _open_door(LinkService(loop, info), address)
+    return await _open_door(LinkService(loop, info, profiler or Profiler()), address)
 
 
 async def _open_door(service: LinkService, address: str) -> grpc.aio.Server:
@@ -188,17 +188,25 @@ async def _open_door(service: LinkService, address: str) -> grpc.aio.Server:
 
 
 def run_engine_process(
-    engine: StepEngine, info: EngineInfo, address: str, on_ready: Callable[[], None], *, stall_timeout_s: float = 60.0
+    engine: StepEngine,
+    info: EngineInfo,
+    address: str,
+    on_ready: Callable[[], None],
+    *,
+    stall_timeout_s: float = 60.0,
+    profiler: Profiler | None = None,
 ) -> int:
     """Serves the engine until SIGTERM or SIGINT, then returns 0. Refuses requests beyond `info.max_waiting`.
 
     Where the engine cannot go on, or a step takes longer than `stall_timeout_s`, the process ends with status 1 as soon as the front
     ends know why.
     """
-    return asyncio.run(_serve(engine, info, address, on_ready, stall_timeout_s))
+    return asyncio.run(_serve(engine, info, address, on_ready, stall_timeout_s, profiler or Profiler()))
 
 
-async def _serve(engine: StepEngine, info: EngineInfo, address: str, on_ready: Callable[[], None], stall_timeout_s: float) -> int:
+async def _serve(
+    engine: StepEngine, info: EngineInfo, address: str, on_ready: Callable[[], None], stall_timeout_s: float, profiler: Profiler
+) -> int:
     aio_loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = aio_loop.create_future()
 
@@ -214,7 +222,7 @@ async def _serve(engine: StepEngine, info: EngineInfo, address: str, on_ready: C
 
     loop = EngineLoop(engine, max_waiting=info.max_waiting, on_failure=on_failure)
     loop.start()
-    service = LinkService(loop, info)
+    service = LinkService(loop, info, profiler)
 
     async def end_if_stalled() -> None:
         service.fail(await wait_for_stall(loop.stats, stall_timeout_s))

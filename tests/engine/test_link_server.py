@@ -16,7 +16,7 @@ import pytest
 from jaxserve.engine import link_pb2, link_pb2_grpc, link_server
 from jaxserve.engine.link_server import start_link_server
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.errors import InvalidRequest
+from jaxserve.engine.profiler import Profiler
 
 TIMEOUT_S = 30
 
@@ -53,11 +53,11 @@ def add(request_id: str, **fields) -> link_pb2.Command:
 
 
 @asynccontextmanager
-async def served(engine, directory: Path, **options) -> AsyncIterator[link_pb2_grpc.EngineLinkStub]:
+async def served(engine, directory: Path, *, profiler: Profiler | None = None, **options) -> AsyncIterator[link_pb2_grpc.EngineLinkStub]:
     loop = EngineLoop(engine, **options)
     loop.start()
     address = f"unix:{directory}/engine.sock"
-    server = await start_link_server(loop, engine.info, address)
+    server = await start_link_server(loop, engine.info, address, profiler)
     async with grpc.aio.insecure_channel(address) as channel:
         yield link_pb2_grpc.EngineLinkStub(channel)
     engine.gate.set()
@@ -133,24 +133,15 @@ def test_flushing_is_refused_while_pages_are_in_use(engine, tmp_path):
     asyncio.run(main())
 
 
-class StubProfiler:
-    directory = ""
+class IdleTracer:
+    def start_trace(self, directory: str) -> None:
+        pass
 
-    def start(self, directory: str) -> None:
-        if self.directory:
-            raise InvalidRequest("a trace is running")
-        self.directory = directory
-
-    def stop(self) -> str:
-        if not self.directory:
-            raise InvalidRequest("no trace is running")
-        directory, self.directory = self.directory, ""
-        return directory
+    def stop_trace(self) -> None:
+        pass
 
 
-def test_profiles_are_started_and_stopped_once(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(link_server, "Profiler", StubProfiler)
-
+def test_profiles_are_started_and_stopped_once(engine, tmp_path):
     async def refusal(call) -> str:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
@@ -158,11 +149,12 @@ def test_profiles_are_started_and_stopped_once(engine, tmp_path, monkeypatch):
         return caught.value.details()
 
     async def main() -> None:
-        async with served(engine, tmp_path) as stub:
-            assert await refusal(stub.StopProfile(link_pb2.StopProfileRequest())) == "no trace is running"
-            await stub.StartProfile(link_pb2.StartProfileRequest(directory="/traces"))
-            assert await refusal(stub.StartProfile(link_pb2.StartProfileRequest(directory="/x"))) == "a trace is running"
-            assert (await stub.StopProfile(link_pb2.StopProfileRequest())).directory == "/traces"
+        async with served(engine, tmp_path, profiler=Profiler(IdleTracer())) as stub:
+            assert await refusal(stub.StopProfile(link_pb2.StopProfileRequest())) == "no trace is running; start one first."
+            await stub.StartProfile(link_pb2.StartProfileRequest(directory=f"{tmp_path}/traces"))
+            again = await refusal(stub.StartProfile(link_pb2.StartProfileRequest(directory="/x")))
+            assert again == f"a trace into {tmp_path}/traces is running; stop it first."
+            assert (await stub.StopProfile(link_pb2.StopProfileRequest())).directory == f"{tmp_path}/traces"
 
     asyncio.run(main())
 
