@@ -113,7 +113,7 @@ class HostCheck:
     def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
         own = f"[{config.host}]" if ":" in config.host else config.host
         self.is_on = not has_keys and is_loopback(config.host) and "*" not in config.allowed_hosts
-        self._names = {name.lower() for name in (*LOOPBACK_NAMES, own, *config.allowed_hosts)}
+        self._names = {_without_port(name) for name in (*LOOPBACK_NAMES, own, *config.allowed_hosts)}
         self._origins = set(config.allowed_origins)
 
     def is_host_allowed(self, host: str) -> bool:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxserve.config import ServerConfig
 from jaxserve.serve import tls
 from jaxserve.serve.http_errors import make_body
+from jaxserve.serve.http_guards import choose_request_id
 from jaxserve.serve.sse import to_json
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class HttpConnection(H11Protocol):
         message = f"the request is not valid HTTP/1.1, or its headers are larger than {MAX_HEADER_BYTES} bytes."
         body = to_json(make_body(message, "BadRequestError", 400))
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers.append(("x-request-id", choose_request_id(None)))
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

@@ -103,7 +103,7 @@ def test_loopback_addresses():
     ],
 )  # fmt: skip
 def test_host_names_on_loopback_without_a_key(host, is_allowed):
-    check = HostCheck(ServerConfig(host="127.9.9.9", allowed_hosts=("Proxy.example",)), has_keys=False)
+    check = HostCheck(ServerConfig(host="127.9.9.9", allowed_hosts=("Proxy.example:8000",)), has_keys=False)
     assert check.is_host_allowed(host) is is_allowed
     assert HostCheck(ServerConfig(), has_keys=True).is_host_allowed(host)
     assert HostCheck(ServerConfig(host="0.0.0.0"), has_keys=False).is_host_allowed(host)

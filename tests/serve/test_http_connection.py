@@ -137,8 +137,10 @@ def error_of(answer):
 def test_what_is_not_http_gets_an_error_body(port, request_bytes):
     with connect(port) as sock:
         sock.sendall(request_bytes)
-        status, error = error_of(read_all(sock))
+        answer = read_all(sock)
+    status, error = error_of(answer)
     assert (status, error["type"]) == (400, "BadRequestError")
+    assert b"\r\nx-request-id: " in answer
     assert "32768" in error["message"]
     assert_alive(port)
 
