@@ -236,7 +236,7 @@ def _sampling_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_source_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """The flags of `chat` and `complete`, after those of their own."""
-    served = "With --url: one of the served models; without, the first."
+    served = "With --url: which of the served models, by default the first."
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=f"{_MODEL_HELP} {served}")
     server = parser.add_argument_group("Server")
     server.add_argument("--url", metavar="URL", help="A server that speaks OpenAI's HTTP protocol, such as http://127.0.0.1:8000.")

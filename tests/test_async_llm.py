@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,41 @@ def test_cancelling_and_breaking_free_the_pages(llm: AsyncLLM, engine: Engine) -
     engine.runner.gate.clear()  # type: ignore[attr-defined]
     threading.Timer(0.05, engine.runner.gate.set).start()  # type: ignore[attr-defined]
     asyncio.run(run())
+
+
+def test_survivors_of_a_crowd_that_comes_and_goes_are_as_alone(llm: AsyncLLM, engine: Engine) -> None:
+    rng = random.Random(3)
+
+    async def visit(prompt: list[int], num_tokens: int, num_wanted: int) -> None:
+        """Reads until it has had enough; what it has read is what it would have read alone."""
+        read: list[int] = []
+        async with aclosing(llm.generate({"prompt_token_ids": prompt}, GREEDY.with_changes(max_tokens=num_tokens))) as outputs:
+            async for output in outputs:
+                read = output.outputs[0].token_ids
+                if len(read) >= num_wanted:
+                    break
+        assert read == continued(prompt, len(read))
+        assert len(read) >= min(num_wanted, num_tokens)
+
+    async def run() -> None:
+        for _ in range(5):
+            visits = []
+            for _ in range(40):
+                prompt = [rng.randrange(2, VOCAB)] * rng.randrange(1, 60)
+                num_tokens = rng.randrange(1, 60)
+                visits.append(asyncio.create_task(visit(prompt, num_tokens, rng.choice([1000, rng.randrange(1, 60)]))))
+                if rng.random() < 0.2:
+                    await asyncio.sleep(rng.random() * 0.01)
+            cancelled = rng.sample(visits, 8)
+            for task in cancelled:
+                await asyncio.sleep(rng.random() * 0.003)
+                task.cancel()
+            for result in await asyncio.gather(*visits, return_exceptions=True):
+                assert result is None or isinstance(result, asyncio.CancelledError), result
+            await until(lambda: is_empty(engine))
+
+    asyncio.run(run())
+    assert not llm._streams
 
 
 def test_abort_ends_every_request_of_the_name(llm: AsyncLLM, engine: Engine) -> None:

@@ -106,6 +106,9 @@ def test_examples_can_be_read() -> None:
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(next(body for kind, body in blocks if kind == "ini"))
     assert unit["Service"]["KillMode"] == "mixed"
+    for page in PAGES:
+        for body in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            compile(body, page.name, "exec")
     for body in [body for page in PAGES for body in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)]:
         assert isinstance(yaml.safe_load(body), dict)
 
