@@ -1,5 +1,6 @@
 """`vllm.grpc.engine.VllmEngine` through a real client: chunk rules, defaults, errors, cancel, deadline, health, reflection."""
 
+import asyncio
 import hashlib
 import io
 import json
@@ -16,7 +17,9 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from jaxserve.config import ServerConfig
 from jaxserve.serve import grpc_messages
+from jaxserve.serve.server import FrontEnd
 
 TIMEOUT_S = 30
 
@@ -241,6 +244,30 @@ def test_abort_ends_all_calls_of_that_id_and_no_other(server, stub):
     finally:
         server.runner.step_s = 0.0
     assert results == {"a1": ["abort"], "a2": ["abort"], "b": ["length"]}
+
+
+def test_abort_reaches_calls_of_the_other_front_end(engine_side):
+    async def run() -> list[str]:
+        await engine_side.start()
+        engine_side.runner.step_s = 0.02
+        front_ends = [FrontEnd(ServerConfig(grpc_port=0, grpc_only=True), engine_side.address) for _ in range(2)]
+        one, other = [str((await front_end.start()).grpc) for front_end in front_ends]
+        try:
+            for front_end in front_ends:
+                await front_end.wait_until_ready()
+            async with grpc.aio.insecure_channel(one) as channel, grpc.aio.insecure_channel(other) as other_channel:
+                make = VllmEngineStub(channel).Generate
+                streams = [aiter(make(request(max_tokens=20, stream=True, request_id=name), timeout=TIMEOUT_S)) for name in ("a", "b")]
+                for stream in streams:
+                    await anext(stream)
+                await VllmEngineStub(other_channel).Abort(pb.AbortRequest(request_ids=["a"]), timeout=TIMEOUT_S)
+                return [[response async for response in stream][-1].complete.finish_reason for stream in streams]
+        finally:
+            for front_end in front_ends:
+                await front_end.stop()
+            await engine_side.stop()
+
+    assert asyncio.run(run()) == ["abort", "length"]
 
 
 def test_model_info(server, stub):
