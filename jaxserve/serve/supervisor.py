@@ -20,7 +20,7 @@ from jaxserve.cgroup import usable_cores
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.info import EngineInfo
 from jaxserve.logs import announce, set_up_logging
-from jaxserve.serve import auth
+from jaxserve.serve import auth, tls
 from jaxserve.serve.child import Keeper, Part
 from jaxserve.serve.ports import held_ports
 from jaxserve.serve.private_directory import private_directory
@@ -59,6 +59,7 @@ async def supervise(
     changes: Sequence[tuple[str, str, str]] = (),
 ) -> int:
     """Runs the commands as described above; each gets its orders as JSON. `changes` are printed at the end of start-up."""
+    tls.check(server)
     auth.log_warnings(server)
     with held_ports(server) as held, private_directory() as directory:
         address = f"unix:{directory}/engine.sock"
