@@ -26,6 +26,7 @@ from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine import link_codec
+from jaxserve.engine.collector import quiet_collector
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_server import encode_output
@@ -126,11 +127,12 @@ def measure(setup: Setup, *, async_scheduling: bool) -> HostTimes:
     loop = EngineLoop(engine)
     load = _Load(setup, loop, times)
     load.start()  # before the loop: the stopwatch belongs to its thread
-    loop.start()
-    try:
-        load.is_done.wait()
-    finally:
-        loop.stop()
+    with quiet_collector():  # as in an engine process
+        loop.start()
+        try:
+            load.is_done.wait()
+        finally:
+            loop.stop()
     if load.failure is not None:
         raise RuntimeError(load.failure)
     return times

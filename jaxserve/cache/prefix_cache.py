@@ -56,10 +56,11 @@ class PrefixCache:
 
     def extend_hashes(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], num_pages: int) -> None:
         """Append the hashes of pages `len(hashes)` .. num_pages - 1 of `token_ids`; the chain starts at `root`."""
-        size = self._page_size
-        parent = hashes[-1] if hashes else root
-        for start in range(len(hashes) * size, num_pages * size, size):
-            parent = sha256(parent + array("i", token_ids[start : start + size]).tobytes()).digest()
+        parent, first = hashes[-1] if hashes else root, len(hashes) * self._page_size
+        tokens = array("i", token_ids[first : num_pages * self._page_size])
+        data, page_bytes = tokens.tobytes(), self._page_size * tokens.itemsize
+        for start in range(0, len(data), page_bytes):
+            parent = sha256(parent + data[start : start + page_bytes]).digest()
             hashes.append(parent)
 
     def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> list[list[int]]:

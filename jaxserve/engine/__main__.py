@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
+from jaxserve.engine.collector import quiet_collector
 from jaxserve.engine.link_server import run_engine_process
 from jaxserve.engine.profiler import Profiler
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
@@ -33,14 +34,15 @@ def main() -> int:
     server = orders["server"]
     info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
-        return run_engine_process(
-            engine,
-            info,
-            orders["engine_address"],
-            lambda: reports.ready(asdict(info)),
-            stall_timeout_s=server["stall_timeout"],
-            profiler=Profiler(profiler),
-        )
+        with quiet_collector():
+            return run_engine_process(
+                engine,
+                info,
+                orders["engine_address"],
+                lambda: reports.ready(asdict(info)),
+                stall_timeout_s=server["stall_timeout"],
+                profiler=Profiler(profiler),
+            )
     finally:
         engine.close()
 
