@@ -16,7 +16,7 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     tracer = Tracer("unused", exporter)
     original = server_module.Service
-    monkeypatch.setattr(server_module, "Service", lambda client, tokenizer, names, _: original(client, tokenizer, names, tracer))
+    monkeypatch.setattr(server_module, "Service", lambda client, config, _: original(client, config, tracer))
 
     def finished():
         tracer._provider.force_flush()
