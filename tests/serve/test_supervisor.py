@@ -363,6 +363,13 @@ def test_a_busy_port_ends_the_start_naming_the_flag(model_path, tmp_path, flag):
             assert f"{flag} {port} on 127.0.0.1 cannot be used" in server.text()
 
 
+@pytest.mark.parametrize("setting", ["ssl_certfile", "api_key_file"])
+def test_a_missing_file_ends_the_start_before_anything_is_started(model_path, tmp_path, setting):
+    with serving(model_path, tmp_path, **{setting: str(tmp_path / "missing")}) as server:
+        assert server.wait() == 2
+        assert server.text().startswith(f"--{setting.replace('_', '-')} {tmp_path / 'missing'} cannot be read: No such file or directory")
+
+
 def test_an_engine_that_cannot_start_ends_the_server_with_its_status(model_path, tmp_path):
     with serving(model_path, tmp_path, {"COUNTING_ENGINE_FAILS": "1"}) as server:
         assert server.wait() == 2
