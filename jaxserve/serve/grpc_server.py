@@ -39,6 +39,9 @@ class GrpcServer:
         options = [
             ("grpc.max_receive_message_length", config.max_request_bytes),
             ("grpc.max_send_message_length", MAX_SEND_BYTES),
+            # A client whose machine is gone says nothing: its calls would run to their ends.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
             # Gateways ping often, also while idle.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
