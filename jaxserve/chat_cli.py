@@ -7,8 +7,9 @@ of standard input is a turn, and only answers are printed. Knows no flags (`cli`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import TextIOWrapper
 
 from jaxserve.answer_source import AnswerSource, Message, Write
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
@@ -60,63 +61,75 @@ def run_complete(source: AnswerSource, prompt: str | None) -> int:
 
 
 def _run(ask: Ask, reset: Callable[[], None], message: str | None) -> int:
-    is_interactive = message is None and sys.stdin.isatty() and sys.stdout.isatty()
-    if is_interactive:
-        print(HELP, file=sys.stderr)
-    lines = [message] if message is not None else _typed_lines() if is_interactive else _piped_lines()
-    for line in lines:
-        if message is None and line.strip() == "/exit":
-            break
-        if message is None and line.strip() == "/reset":
-            reset()
-        elif is_interactive:
-            _answer_interactively(ask, line)
-        else:
-            ask(line, _write)
-            _write("\n")
+    if message is not None:
+        _answer(ask, message)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        _converse(ask, reset)
+    else:
+        for line in _piped_lines():
+            if line.strip() == "/exit":
+                break
+            if line.strip() == "/reset":
+                reset()
+            else:
+                _answer(ask, line)
     return 0
 
 
-def _answer_interactively(ask: Ask, line: str) -> None:
-    """An answer, or one line about why there is none; Ctrl-C ends it early."""
-    written: list[str] = []
-
-    def write(text: str) -> None:
-        written.append(text)
-        _write(text)
-
-    reason = None
-    try:
-        reason = ask(line, write)
-    except KeyboardInterrupt:
-        reason = "stopped"
-    except JaxserveError as error:
-        _end_line(written)
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
-        return
-    _end_line(written)
-    if reason not in ("stop", None):
-        print({"length": "[ended: no more tokens allowed]"}.get(reason, f"[{reason}]"), file=sys.stderr)
+def _answer(ask: Ask, text: str) -> None:
+    """An answer and the end of its line, and nothing else."""
+    ask(text, _write)
+    _write("\n")
 
 
-def _typed_lines() -> Iterator[str]:
-    """Lines typed at the prompt, until Ctrl-D."""
+def _converse(ask: Ask, reset: Callable[[], None]) -> None:
+    """Turns at a terminal, until Ctrl-D or /exit. Ctrl-C, whenever it comes, leads back to the prompt."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` editing and history
+    print(HELP, file=sys.stderr)
     while True:
         try:
-            line = input("> ")
+            line = input("> ").strip()
+            if line == "/exit":
+                return
+            if line == "/reset":
+                reset()
+            elif line:
+                _answer_at_terminal(ask, line)
         except EOFError:
             print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            continue
-        if line.strip():
-            yield line
+
+
+def _answer_at_terminal(ask: Ask, text: str) -> None:
+    """An answer, or one line about why there is none; Ctrl-C ends it early."""
+    last = "\n"
+
+    def write(piece: str) -> None:
+        nonlocal last
+        last = piece[-1:] or last
+        _write(piece)
+
+    note = None
+    try:
+        reason = ask(text, write)
+        if reason not in ("stop", None):
+            note = "[ended: no more tokens allowed]" if reason == "length" else f"[ended: {reason}]"
+    except KeyboardInterrupt:
+        note = "[stopped]"
+    except JaxserveError as error:
+        note = f"{ERROR_PREFIX}{error}"
+    if last != "\n":
+        _write("\n")
+    if note is not None:
+        print(note, file=sys.stderr)
 
 
 def _piped_lines() -> Iterator[str]:
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     # Read one at a time, not by a buffer's worth: whoever writes may wait for an answer before the next line.
     while line := sys.stdin.readline():
         if text := line.rstrip("\r\n"):
@@ -126,8 +139,3 @@ def _piped_lines() -> Iterator[str]:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _end_line(written: Sequence[str]) -> None:
-    if "".join(written[-1:])[-1:] not in ("", "\n"):
-        _write("\n")

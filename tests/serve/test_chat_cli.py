@@ -21,7 +21,7 @@ from jaxserve.cli import main
 
 # Makes its standard input the controlling terminal, as a shell would, so that Ctrl-C arrives as a signal.
 LAUNCH = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -105,7 +105,7 @@ def slow_server(fresh_server: Any) -> Any:
 
 def run(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jaxserve", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **environ})
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **environ})
 
 
 def completion(server: Any, prompt: str, num_tokens: int) -> str:
@@ -130,6 +130,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_server: Any, terminal:
     assert slow_server.runner.num_steps >= num_steps + 200 - 60, "the second turn had an answer of its own"
     chat.type("\x03")
     chat.expect("> ")
+    chat.type("\x04")
+    assert chat.end() == 0
+
+
+def test_ctrl_c_at_the_prompt_gives_another_one(server: Any, terminal: Any) -> None:
+    chat = terminal("complete", "--url", server.http, "--temperature", "0", "--max-tokens", "3")
+    chat.expect("> ")
+    chat.type("half a line\x03")
+    chat.expect("\r\n> ")
+    chat.type("a prompt\n")
+    chat.expect(r"\[ended: no more tokens allowed\]\r\n> ")
     chat.type("\x04")
     assert chat.end() == 0
 
