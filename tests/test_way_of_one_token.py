@@ -47,7 +47,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.serve.openai_answers import Chat
 from jaxserve.serve.openai_types import ChatBody
 from jaxserve.serve.service import Delta
-from jaxserve.serve.sse import EventStream
+from jaxserve.serve.sse import ServerSentEvents
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText
 from jaxserve.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ STATIONS: dict[int, list[Callable[..., Any]]] = {
     7: [sample, PendingModelStep.wait],
     8: [Scheduler.commit],
     9: [SequenceText.push],
-    10: [Chat.choices, EventStream.__call__],
+    10: [Chat.choices, ServerSentEvents.__call__],
 }
 
 
@@ -214,7 +214,7 @@ async def read_stream(chunks: list[dict[str, Any]]) -> bytes:
     async def receive() -> Any:
         await asyncio.Event().wait()  # the client stays
 
-    await EventStream(chunks[0], rest())({"type": "http"}, receive, send)
+    await ServerSentEvents(chunks[0], rest())({"type": "http"}, receive, send)
     return b"".join(read)
 
 

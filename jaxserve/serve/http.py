@@ -29,7 +29,7 @@ from jaxserve.serve.openai_answers import Chat, Completion, Usage, chat_prompt, 
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxserve.serve.request_metrics import arrival_s
 from jaxserve.serve.service import Service
-from jaxserve.serve.sse import EventStream, until_disconnect
+from jaxserve.serve.sse import ServerSentEvents, until_disconnect
 
 
 class HttpApi:
@@ -129,7 +129,7 @@ class HttpApi:
         chunks = _chunks(call, body, envelope)
         # A refusal that only the engine can give comes before the first chunk: it still gets its own status.
         first = await until_disconnect(request.receive, _first(chunks))
-        return EventStream(first, chunks)
+        return ServerSentEvents(first, chunks)
 
 
 async def _whole_answer(call: Completion | Chat) -> dict[str, Any]:

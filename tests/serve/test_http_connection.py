@@ -18,7 +18,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.serve import http_connection
 from jaxserve.serve.http_connection import read_body, uvicorn_config
 from jaxserve.serve.http_errors import http_error
-from jaxserve.serve.sse import EventStream
+from jaxserve.serve.sse import ServerSentEvents
 
 MAX_BODY = 2**20
 
@@ -43,7 +43,7 @@ class App:
             finally:
                 self.stream_ended.set()
 
-        return EventStream({}, chunks())
+        return ServerSentEvents({}, chunks())
 
     async def large(self, request):
         return PlainTextResponse("x" * 10_000_000)
