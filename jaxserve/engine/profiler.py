@@ -40,12 +40,12 @@ class Profiler:
     def start(self, directory: str) -> None:
         """Starts a trace into a directory, which is made where it is missing. InvalidRequest when one runs already or it cannot be made."""
         with self._lock:
-            if self._tracer is None:
-                raise InvalidRequest("this engine has no profiler.")
             if self._directory is not None:
                 raise InvalidRequest(f"a trace into {self._directory} is running; stop it first.")
             if not directory:
                 raise InvalidRequest("no directory is given; name one on the engine's machine.", param="directory")
+            if self._tracer is None:
+                raise InvalidRequest("this engine has no profiler.")
             try:
                 Path(directory).mkdir(parents=True, exist_ok=True)
                 self._tracer.start_trace(directory)
