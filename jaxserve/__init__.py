@@ -11,15 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.async_llm import AsyncLLM
     from jaxserve.config import EngineConfig
     from jaxserve.core.sampling_params import SamplingParams
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 _MODULES = {
+    "AsyncLLM": "jaxserve.async_llm",
     "CompletionOutput": "jaxserve.outputs",
     "EngineConfig": "jaxserve.config",
     "LLM": "jaxserve.llm",

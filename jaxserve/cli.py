@@ -13,16 +13,21 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.errors import ERROR_PREFIX, CheckpointError, ConfigError, InvalidRequest, JaxserveError
 from jaxserve.settings import OTHER_VARIABLES, Parser, add_flags, nearest, resolve_settings
 
+if TYPE_CHECKING:
+    from jaxserve.answer_source import LocalSource, ServerSource
+
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_tokens": (int, "Most tokens to generate for each prompt (default 16)."),
+    "max_tokens": (int, "Most tokens to generate for each prompt (default 16; in a chat what the context leaves)."),
     "min_tokens": (int, "Tokens before an end may be chosen."),
     "temperature": (float, "Randomness; 0 always takes the most likely token."),
     "top_p": (float, "Sample from the most likely tokens that reach this probability together."),
@@ -84,26 +89,17 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="A prompt; without any, standard input is the prompt.")
     parser.add_argument("--chat", action="store_true", help="Take each prompt as a user's message and use the chat template.")
-    parser.add_argument("--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="End before this text; repeatable.")
-    sampling = parser.add_argument_group("Sampling")
-    for name, (kind, text) in SAMPLING_FLAGS.items():
-        flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
-        sampling.add_argument(flag, dest=name, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=text)
+    _add_sampling_flags(parser, SAMPLING_FLAGS)
     _add_config_file(parser)
     add_flags(parser, EngineConfig)
     arguments = _parse(parser, argv)
     settings = resolve_settings(arguments, os.environ, arguments.get("config"))
-    sampling_values = {name: arguments[name] for name in (*SAMPLING_FLAGS, "stop") if name in arguments}
-    from jaxserve.core.sampling_params import SamplingParams
-
-    SamplingParams(**sampling_values)  # a wrong value is told before the model is loaded
+    sampling_values = _sampling_values(arguments)
     prompts = arguments["prompts"] or [_read_prompt()]
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
+    _log_plainly(logging.INFO)
     from jaxserve.llm import LLM
-    from jaxserve.startup_report import stage_line
 
-    with LLM.from_config(settings.engine, lambda *stage: print(stage_line(*stage), file=sys.stderr, flush=True)) as llm:
+    with LLM.from_config(settings.engine, _print_stage) as llm:
         params = llm.get_default_sampling_params().with_changes(**sampling_values)
         if arguments["chat"]:
             results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
@@ -116,6 +112,33 @@ def generate(argv: Sequence[str]) -> int:
     for failure in failures:
         print(f"{ERROR_PREFIX}{failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def chat(argv: Sequence[str]) -> int:
+    """`jaxserve chat`: a conversation with a server or with a model in this process."""
+    parser = _parser("chat", "[MODEL]", "Talks with a model: one in this process, or that of a server (--url).")
+    parser.add_argument("--message", metavar="TEXT", help="Answer this one message and end.")
+    parser.add_argument("--system", metavar="TEXT", help="The system message.")
+    arguments = _parse_source_flags(parser, argv)
+    source = _answer_source(arguments)
+    from jaxserve.chat_cli import run_chat
+
+    with closing(source):
+        return run_chat(source, arguments["system"], arguments["message"])
+
+
+def complete(argv: Sequence[str]) -> int:
+    """`jaxserve complete`: continuations of texts, by a server or by a model in this process."""
+    parser = _parser(
+        "complete", "[MODEL]", "Continues texts, without a chat template: with a model in this process, or a server's (--url)."
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="Continue this one text and end.")
+    arguments = _parse_source_flags(parser, argv)
+    source = _answer_source(arguments)
+    from jaxserve.chat_cli import run_complete
+
+    with closing(source):
+        return run_complete(source, arguments["prompt"])
 
 
 def convert(argv: Sequence[str]) -> int:
@@ -164,6 +187,8 @@ def bench(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("serve a model over HTTP and gRPC", serve),
     "generate": ("generate text for a few prompts", generate),
+    "chat": ("talk with a model, in this process or on a server", chat),
+    "complete": ("continue texts, in this process or on a server", complete),
     "convert": ("convert a Hugging Face or GGUF checkpoint", convert),
     "inspect": ("show what a converted checkpoint holds", inspect),
     "doctor": ("show devices and versions, and what would be used", doctor),
@@ -191,12 +216,81 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Every setting can be given as JAXSERVE_NAME too, such as JAXSERVE_MAX_MODEL_LEN. Other variables:\n{variables}"
 
 
+def _add_sampling_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    group = parser.add_argument_group("Sampling")
+    for name in names:
+        kind, text = SAMPLING_FLAGS[name]
+        flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+        group.add_argument(flag, dest=name, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=text)
+    group.add_argument("--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="End before this text; repeatable.")
+
+
+def _sampling_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given of the sampling flags; a wrong value is told before a model is loaded."""
+    values = {name: arguments[name] for name in (*SAMPLING_FLAGS, "stop") if name in arguments}
+    from jaxserve.core.sampling_params import SamplingParams
+
+    SamplingParams(**{"max_tokens": None} | values)
+    return values
+
+
+def _parse_source_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags of `chat` and `complete`, after those of their own."""
+    served = "With --url: which of the served models, by default the first."
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=f"{_MODEL_HELP} {served}")
+    server = parser.add_argument_group("Server")
+    server.add_argument("--url", metavar="URL", help="A server that speaks OpenAI's HTTP protocol, such as http://127.0.0.1:8000.")
+    server.add_argument(
+        "--api-key",
+        dest="server_key",
+        metavar="KEY",
+        help="Its key. Better given as JAXSERVE_API_KEY or OPENAI_API_KEY: other users can read a command line.",
+    )
+    _add_sampling_flags(parser, [name for name in SAMPLING_FLAGS if name != "n"])
+    _add_config_file(parser)
+    add_flags(parser, EngineConfig)
+    return _parse(parser, argv)
+
+
+def _answer_source(arguments: Mapping[str, Any]) -> LocalSource | ServerSource:
+    sampling, url = _sampling_values(arguments), arguments["url"]
+    from jaxserve.answer_source import LocalSource, ServerSource
+
+    if url is None:
+        if arguments["server_key"] is not None:
+            raise ConfigError("--api-key is for a server; give its --url too, or leave the key out.")
+        if not arguments.get("model") and not os.environ.get("JAXSERVE_MODEL") and not arguments["config"]:
+            raise ConfigError("neither MODEL nor --url is given; name a model to load here, or a server to ask.")
+        settings = resolve_settings(arguments, os.environ, arguments["config"])
+        _log_plainly(logging.WARNING)
+        return LocalSource(settings.engine, sampling, _print_stage)
+    useless = [spec.name for spec in fields(EngineConfig) if spec.name != "model" and spec.name in arguments]
+    if useless or arguments["config"]:
+        flag = f"--{useless[0].replace('_', '-')}" if useless else "--config"
+        raise ConfigError(f"{flag} is a setting of an engine, and the server at --url has its own; leave one of them out.")
+    keys = os.environ.get("JAXSERVE_API_KEY", "").split(",")[0] or os.environ.get("OPENAI_API_KEY")
+    return ServerSource(url, arguments.get("model"), arguments["server_key"] or keys, sampling)
+
+
+def _print_stage(name: str, seconds: float, detail: str) -> None:
+    from jaxserve.startup_report import stage_line
+
+    print(stage_line(name, seconds, detail), file=sys.stderr, flush=True)
+
+
+def _log_plainly(level: int) -> None:
+    """Our messages from `level` on, and others' warnings, to stderr as bare text."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    logging.getLogger("jaxserve").setLevel(level)
+
+
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     # Intermixed: by default, argparse ends the list of prompts at the first flag.
     namespace, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], known)} See `{parser.prog} --help`.")
+        name = unknown[0].partition("=")[0]  # what follows may be a secret
+        raise ConfigError(f"unknown argument {name!r}.{nearest(name, known)} See `{parser.prog} --help`.")
     return vars(namespace)
 
 

@@ -7,6 +7,7 @@ spellings); flags, environment variables and the configuration file are all gene
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class ServerConfig:
     port: int = setting(8000, "HTTP port; 0 picks a free one.", group="server", low=0, high=65535)
     grpc_port: int = setting(50051, "gRPC port; 0 picks a free one.", group="server", low=0, high=65535)
     http_only: bool = setting(False, "Serve no gRPC.", group="server")
-    grpc_only: bool = setting(False, "Serve no HTTP.", group="server")
+    grpc_only: bool = setting(False, "Serve no HTTP, and so no /metrics.", group="server")
     served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
     api_server_count: int | None = setting(
         None, "Front-end processes that share the ports; default 2 from four CPU cores on, else 1.", group="server", low=1, high=64
@@ -105,7 +106,10 @@ class ServerConfig:
         30.0, "Seconds that open requests may still run when the server is told to stop.", group="server", low=0
     )
     max_restarts: int = setting(
-        5, "Times in ten minutes that a process which died is started again before the server gives up.", group="server", low=0
+        5,
+        "Times in ten minutes that one process which died (the engine, or a front end) is started again before the server gives up.",
+        group="server",
+        low=0,
     )
     stall_timeout: float = setting(
         60.0, "Seconds without progress of a step after which the engine counts as hung and is started again.", group="server", low=1
@@ -152,6 +156,8 @@ class ServerConfig:
         check_ranges(self)
         if self.http_only and self.grpc_only:
             raise ConfigError("http_only and grpc_only are both set; give one of them, or neither to serve both.")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(f"metrics_prefix is {self.metrics_prefix!r}; it must be letters, digits and _, beginning with no digit.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +172,12 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     num_pages: int
-    page_size: int = 16
+    page_size: int = EngineConfig.page_size
     num_groups: int = 1
-    max_penalty_slots: int = 64
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    long_prefill_token_threshold: int = 0
+    max_penalty_slots: int = EngineConfig.max_penalty_slots
+    enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+    scheduling_policy: str = EngineConfig.scheduling_policy
+    long_prefill_token_threshold: int = EngineConfig.long_prefill_token_threshold
     eos_token_ids: frozenset[int] = frozenset()
     rope_original_length: int | None = None
     """For RoPE whose table depends on the length: only pages below it, of sequences admitted at most that long, are cached."""

@@ -2,10 +2,12 @@
 
     JaxserveError
     ├── InvalidRequest          the client asked for something that cannot be served
+    ├── AuthenticationFailed    the client sent no API key, or a wrong one
     ├── ModelNotFound           the client named a model that is not served here
     ├── Overloaded              try again later: a queue limit is reached
     ├── EngineUnavailable       the engine is starting, draining or gone
     ├── RequestFailed           this request failed inside the engine; others go on
+    ├── DeadlineExceeded        the call took longer than its caller allows
     ├── ConfigError             a flag, environment variable or file is wrong (exit status 2)
     └── CheckpointError         a checkpoint is missing, damaged or unsupported
 
@@ -33,6 +35,10 @@ class InvalidRequest(JaxserveError, ValueError):
         self.param = param
 
 
+class AuthenticationFailed(JaxserveError):
+    """The call has no API key, or none of this server's."""
+
+
 class ModelNotFound(JaxserveError):
     """The request names a model that is not served here."""
 
@@ -51,6 +57,10 @@ class EngineUnavailable(JaxserveError):
 
 class RequestFailed(JaxserveError):
     """One request failed inside the engine."""
+
+
+class DeadlineExceeded(JaxserveError, TimeoutError):
+    """A client's call took longer than the client allowed; its work on the server is over."""
 
 
 class ConfigError(JaxserveError):
@@ -72,10 +82,12 @@ class Response(NamedTuple):
 INTERNAL = Response(500, "InternalServerError", "INTERNAL")
 RESPONSES: dict[type[BaseException], Response] = {
     InvalidRequest: Response(400, "BadRequestError", "INVALID_ARGUMENT"),
+    AuthenticationFailed: Response(401, "AuthenticationError", "UNAUTHENTICATED"),
     ModelNotFound: Response(404, "NotFoundError", "NOT_FOUND"),
     Overloaded: Response(429, "RateLimitError", "RESOURCE_EXHAUSTED"),
     EngineUnavailable: Response(503, "ServiceUnavailableError", "UNAVAILABLE"),
     RequestFailed: INTERNAL,
+    DeadlineExceeded: Response(504, "TimeoutError", "DEADLINE_EXCEEDED"),
 }
 
 

@@ -5,52 +5,33 @@
             print(output.outputs[0].text)
 
 All prompts go to the engine at once; it batches them. Knows no device: `engine.build` makes the engine. Next: `engine.engine`
-for what a step does, `outputs` for what comes back.
+for what a step does, `outputs` for what comes back, `async_llm` for the same with asyncio.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.admission import check_request
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest
+from jaxserve.errors import EngineUnavailable
 from jaxserve.outputs import OutputBuilder, RequestOutput
-from jaxserve.settings import nearest, parse_value
-from jaxserve.text.chat_template import render_chat
+from jaxserve.prompts import EncodedPrompt, Messages, Prompt, PromptReader, listed
+from jaxserve.settings import read_engine_config
 from jaxserve.text.tokenizer import Tokenizer
-
-
-class TokenPrompt(TypedDict):
-    """A prompt as token ids, taken as they are: no BOS is added."""
-
-    prompt_token_ids: Sequence[int]
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text, the same as the bare string."""
-
-    prompt: str
-
-
-Prompt = str | TokenPrompt | TextPrompt
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -66,7 +47,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        self._build(_engine_config(model, settings))
+        self._build(read_engine_config(model, settings, "LLM"))
 
     @classmethod
     def from_config(cls, config: EngineConfig, stage: Callable[[str, float, str], None] | None = None) -> Self:
@@ -92,6 +73,7 @@ class LLM:
         self._engine: Engine | None = engine
         self._info = engine.info
         self._tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer, engine.info)
         self._lock = threading.Lock()
         self._request_ids = map(str, itertools.count())
 
@@ -106,7 +88,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where no parameters are given: the model's generation_config, unless that is switched off."""
-        return SamplingParams(**self._info.default_sampling_params)
+        return self._reader.default_params
 
     def generate(
         self,
@@ -129,8 +111,8 @@ class LLM:
             InvalidRequest: A prompt or its parameters cannot be served; then nothing was generated.
             EngineUnavailable: The LLM is closed.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts, "prompts")
-        return self._run([self._read_prompt(prompt) for prompt in listed], params, use_tqdm)
+        each = [prompts] if isinstance(prompts, str | Mapping) else listed(prompts, "prompts")
+        return self._run([self._reader.read(prompt) for prompt in each], params, use_tqdm)
 
     def chat(
         self,
@@ -153,19 +135,19 @@ class LLM:
             tools: Shown to the template.
             chat_template_kwargs: More variables for the template.
         """
-        listed = _listed(messages, "messages")
-        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
-        prompts = []
-        for conversation in conversations:
-            text = render_chat(
-                self._tokenizer,
+        each = listed(messages, "messages")
+        conversations = [each] if each and isinstance(each[0], Mapping) else each
+        prompts = [
+            self._reader.read_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
-                template_kwargs={"tools": tools, **(chat_template_kwargs or {})},
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
             )
-            prompts.append(_Prompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
+            for conversation in conversations
+        ]
         return self._run(prompts, params, use_tqdm)
 
     def close(self) -> None:
@@ -181,25 +163,13 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _read_prompt(self, prompt: Any) -> _Prompt:
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            try:
-                return _Prompt(prompt.get("prompt"), [operator.index(token_id) for token_id in prompt["prompt_token_ids"]])
-            except TypeError as error:
-                raise InvalidRequest(f"prompt_token_ids must be a list of integers: {error}.", param="prompt_token_ids") from None
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f'a prompt is {type(prompt).__name__}; it must be a string, {{"prompt": text}} or {{"prompt_token_ids": ids}}.',
-                param="prompt",
-            )
-        return _Prompt(text, self._tokenizer.encode(text))
-
-    def _run(self, prompts: list[_Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[EncodedPrompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+    ) -> list[RequestOutput]:
         # Everything is checked before the engine sees the first request.
         checked = [
-            check_request(each, prompt.token_ids, self._info)
-            for prompt, each in zip(prompts, self._params_for_each(params, len(prompts)), strict=True)
+            self._reader.check(prompt, each)
+            for prompt, each in zip(prompts, self._reader.params_for_each(params, len(prompts)), strict=True)
         ]
         with self._lock:
             if self._engine is None:
@@ -209,46 +179,6 @@ class LLM:
                 for request_id, prompt, each in zip(self._request_ids, prompts, checked, strict=False)
             }
             return _generate(self._engine, list(zip(builders.values(), checked, strict=True)), use_tqdm)
-
-    def _params_for_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterable[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return itertools.repeat(params, count)
-        listed = _listed(params, "params")
-        if not all(isinstance(each, SamplingParams) for each in listed):
-            raise InvalidRequest(f"params is {type(params).__name__}; it must be SamplingParams, or a list of them.", param="params")
-        if len(listed) != count:
-            raise InvalidRequest(
-                f"there are {count} prompts but {len(listed)} sampling parameters; give one for each, or one for all.", param="params"
-            )
-        return listed
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    text: str | None
-    token_ids: list[int]
-
-
-def _listed(values: Any, name: str) -> list[Any]:
-    if not isinstance(values, Iterable):
-        raise InvalidRequest(f"{name} is {values!r}; give one of what `LLM` takes there, or a list.", param=name)
-    return list(values)
-
-
-def _engine_config(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> EngineConfig:
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(f"model is {model!r}; it must be a path or a hub id.")
-    names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
-    values: dict[str, Any] = {}
-    for given, value in settings.items():
-        if given not in names:
-            raise ConfigError(f"LLM has no setting {given!r}.{nearest(given, list(names))}")
-        if names[given] in values:
-            raise ConfigError(f"LLM: {names[given]} is given twice, once as {given}; leave one out.")
-        values[names[given]] = parse_value(names[given], value, "LLM")
-    return EngineConfig(model=os.fspath(model), **values)
 
 
 def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
@@ -263,10 +193,12 @@ def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams
                 if is_interrupted():
                     raise KeyboardInterrupt
                 _step(engine, running, progress)
-        except BaseException:
+        finally:
             for request_id in running:
                 engine.abort(request_id)
-            raise
+            # A step may still be in flight; what it computes belongs to sequences that have ended.
+            while engine.has_work:
+                engine.step()
     return [builder.output for builder, _ in requests]
 
 

@@ -35,7 +35,7 @@ class CompletionOutput:
         token_ids: The generated tokens, with the one that ended the sequence.
         cumulative_logprob: Sum over the generated tokens, when logprobs were asked.
         logprobs: For each generated token, a dict by token id of the most likely ones and itself, when asked.
-        finish_reason: "stop", "length", "abort", "error" or "repetition".
+        finish_reason: "stop", "length", "abort" or "error".
         stop_reason: The stop string or stop token id that matched; None for the model's own EOS.
     """
 

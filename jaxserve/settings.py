@@ -7,6 +7,7 @@ value that is not a default keeps its origin, so that start-up can print it. `ja
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -68,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
         if isinstance(spec.default, bool):
             target.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         elif isinstance(spec.default, tuple):
-            target.add_argument(*flags, nargs="+", metavar="NAME", **options)
+            target.add_argument(*flags, nargs="+", action="extend", metavar=_metavar(spec), **options)
         else:
             target.add_argument(*flags, metavar=_metavar(spec), **options)
 
@@ -98,6 +99,21 @@ def resolve_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file:
     return Settings(engine, server, changed)
 
 
+def read_engine_config(model: Any, settings: Mapping[str, Any], owner: str) -> EngineConfig:
+    """An EngineConfig from keyword arguments: fields or their vLLM names, sizes also as text; `owner` begins the errors."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}; it must be a path or a hub id.")
+    names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
+    values: dict[str, Any] = {}
+    for given, value in settings.items():
+        if given not in names:
+            raise ConfigError(f"{owner} has no setting {given!r}.{nearest(given, list(names))}")
+        if names[given] in values:
+            raise ConfigError(f"{owner}: {names[given]} is given twice, once as {given}; leave one out.")
+        values[names[given]] = parse_value(names[given], value, owner)
+    return EngineConfig(model=os.fspath(model), **values)
+
+
 def parse_value(name: str, raw: Any, origin: str) -> Any:
     """A field's value from text or from what YAML made of it; ConfigError, naming the origin, when it does not fit."""
     spec = _names()[name]
@@ -112,7 +128,8 @@ def parse_value(name: str, raw: Any, origin: str) -> Any:
     if value is None:
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"}[kind]
         unit = {"bytes": ", such as 4GiB", "count": ", such as 4096 or 32k"}.get(spec.metadata.get("kind", ""), "")
-        raise ConfigError(f"{origin}: {name} is {raw!r}; it must be {wanted}{unit}.")
+        given = "not readable" if spec.metadata.get("is_secret") else repr(raw)
+        raise ConfigError(f"{origin}: {name} is {given}; it must be {wanted}{unit}.")
     if message := range_error(spec, value):
         raise ConfigError(f"{origin}: {message}")
     return value
@@ -239,7 +256,11 @@ def _dashed(name: str) -> str:
 def _metavar(spec: Field[Any]) -> str:
     if spec.metadata["choices"]:
         return "{" + ",".join(spec.metadata["choices"]) + "}"
-    return {"bytes": "SIZE", "count": "N"}.get(spec.metadata["kind"]) or {int: "N", float: "X"}.get(_type_of(spec.name), "TEXT")
+    if spec.metadata["is_secret"]:
+        return "SECRET"
+    return {"bytes": "SIZE", "count": "N"}.get(spec.metadata["kind"]) or {int: "N", float: "X", tuple: "NAME"}.get(
+        _type_of(spec.name), "TEXT"
+    )
 
 
 def _help(spec: Field[Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, ServerConfig
@@ -51,15 +52,17 @@ def summary(info: EngineInfo, endpoints: Mapping[str, str], changes: Iterable[tu
 
 
 def changed_settings(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Name, value and origin of every setting that is not a default; the model is left out, it has its own line."""
+    """Name, value and origin of every setting that is not a default, secrets as ***; the model is left out, it has its own line."""
     values = {**vars(engine), **vars(server)}
-    return [(name, _text(values[name]), origin) for name, origin in origins.items() if name != "model"]
+    secrets = {spec.name for spec in (*fields(engine), *fields(server)) if spec.metadata.get("is_secret")}
+    return [(name, "***" if name in secrets else _text(values[name]), origin) for name, origin in origins.items() if name != "model"]
 
 
-def curl_line(http_address: str, model: str) -> str:
-    """A command that asks the server for a few tokens; `http_address` is such as "http://127.0.0.1:8000"."""
+def curl_line(http_address: str, model: str, *, has_keys: bool = False) -> str:
+    """A command that asks the server for a few tokens; `http_address` is such as "http://127.0.0.1:8000", a key is left to be filled in."""
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
-    return f"curl {http_address}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"curl {http_address}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 def _text(value: object) -> str:

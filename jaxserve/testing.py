@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,17 +78,32 @@ class _Slot:
 
 
 class _Pending:
-    """A step whose result is known; `wait` pretends that the device takes until `ready_s`."""
+    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`."""
 
-    def __init__(self, result: StepResult, written_pages: Set[int], ready_s: float) -> None:
-        self._result = result
+    def __init__(self, outcome: StepResult | Exception, written_pages: Set[int], ready_s: float) -> None:
+        self._outcome = outcome
         self.written_pages = written_pages
         self._ready_s = ready_s
 
     def wait(self) -> StepResult:
-        """The result, not before the step's pretended end."""
+        """The result, not before the step's pretended end; raises what the step was told to fail with."""
         time.sleep(max(0.0, self._ready_s - time.perf_counter()))
-        return self._result
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class SerialDevice:
+    """The clock of a pretended device: steps begin in the order of their dispatch, each when the one before has ended."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._busy_until_s = 0.0
+
+    def dispatch(self) -> float:
+        """When (`time.perf_counter`) a step dispatched now will have ended."""
+        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + self._step_s
+        return self._busy_until_s
 
 
 class CountingRunner:
@@ -101,7 +116,9 @@ class CountingRunner:
         poison_token_id: Sampling after a sequence that holds this token gives -1 (logits not finite).
         tokens_of: Gives a sequence's tokens by seq_id; with it, prefix hits are compared with what they should hold, not only
             with what the slot was seen to write.
-        step_s: Pretended duration of a step in seconds.
+        step_s: Pretended duration of a step in seconds. `run` returns at once, and a step starts when the one before has ended.
+        failures: Errors by the number of the step (the first is 1) whose `wait` raises them. What is dispatched afterwards fails
+            too, until `reset`: on a device it would read what the failed step left.
     """
 
     def __init__(
@@ -115,6 +132,7 @@ class CountingRunner:
         poison_token_id: int | None = None,
         tokens_of: Callable[[int], Sequence[int]] | None = None,
         step_s: float = 0.0,
+        failures: Mapping[int, Exception] | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -123,8 +141,10 @@ class CountingRunner:
         self.vocab_size = vocab_size
         self._poison_token_id = poison_token_id
         self._tokens_of = tokens_of
-        self._step_s = step_s
+        self._device = SerialDevice(step_s)
+        self.failures = dict(failures or {})
         self.num_steps = 0
+        self.num_late_compiles = 0
         self.reset()
 
     def reset(self) -> None:
@@ -132,6 +152,7 @@ class CountingRunner:
         self._contents: list[_Content] = [[] for _ in range(self.num_pages)]
         self._versions = [0] * self.num_pages
         self._slots: dict[int, _Slot] = {}
+        self._failure: Exception | None = None
 
     def close(self) -> None:
         """Nothing to free: there is no device."""
@@ -139,6 +160,9 @@ class CountingRunner:
     def run(self, plan: Plan) -> _Pending:
         """Execute the plan: admissions, page writes, then the rows in order."""
         self.num_steps += 1
+        self._failure = self._failure or self.failures.get(self.num_steps)
+        if self._failure is not None:
+            return _Pending(self._failure, frozenset(), self._device.dispatch())
         self._admit(plan)
         sizes = [row.num_tokens for row in plan.rows]
         num_single = sizes.count(1)
@@ -148,7 +172,7 @@ class CountingRunner:
         result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[])
         for row in plan.rows:
             self._compute(row, writers, result)
-        return _Pending(result, writers.keys(), time.perf_counter() + self._step_s)
+        return _Pending(result, writers.keys(), self._device.dispatch())
 
     def _admit(self, plan: Plan) -> None:
         for admission in plan.admissions:

@@ -48,13 +48,13 @@ class RecordingEngine(Engine):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.scheduler, engine.runner, engine.info)
-        self.stats: list[StepStats] = []
+        self.steps: list[StepStats] = []
 
     def step(self) -> list[TokenEvent]:
         """One step."""
         events = super().step()
-        if self.last_stats is not None:
-            self.stats.append(self.last_stats)
+        if self.last_stats is not None and self.last_stats not in self.steps[-1:]:
+            self.steps.append(self.last_stats)
         return events
 
 
@@ -226,10 +226,10 @@ async def at_once(
 ) -> Report:
     """All cases together; prompts are not in the prefix cache, as they were not when they ran alone."""
     engine.scheduler.reset_prefix_cache()
-    first = len(engine.stats)
+    first = len(engine.steps)
     started = time.perf_counter()
     results = list(await asyncio.gather(*(send(case) for case in cases)))
-    return Report(name, solo_s, time.perf_counter() - started, results, engine.stats[first:])
+    return Report(name, solo_s, time.perf_counter() - started, results, engine.steps[first:])
 
 
 def main() -> int:

@@ -45,6 +45,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["srve"], "unknown command 'srve'. Did you mean serve?"),
         (["serve"], "no model given"),
         (["serve", "m", "--max-modle-len", "3"], "unknown argument '--max-modle-len'. Did you mean --max-model-len?"),
+        (["serve", "m", "--api-kye=s3cret"], "unknown argument '--api-kye'. Did you mean --api-key?"),
         (["serve", "m", "--max-model-len=x"], "--max-model-len: max_model_len is 'x'; it must be a whole number, such as 4096 or 32k."),
         (["serve", "m", "--dtype", "int4"], "dtype is 'int4'; it must be one of auto, bfloat16, float16, float32."),
         (["serve", "m", "--config", "/no/such.yaml"], "cannot read the configuration file"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from jaxserve.config import EngineConfig, ServerConfig, cache_dir
+from jaxserve.config import EngineConfig, SchedulerLimits, ServerConfig, cache_dir
 from jaxserve.errors import ConfigError
-from jaxserve.settings import add_flags, parse_value, resolve_settings
+from jaxserve.settings import GROUPS, add_flags, parse_value, resolve_settings
 
 
-def flags(*arguments: str) -> dict[str, object]:
+def flags(*arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_flags(parser, EngineConfig, ServerConfig)
     return vars(parser.parse_args(arguments))
@@ -87,6 +91,93 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
 
 def test_a_value_equal_to_its_default_has_no_origin() -> None:
     assert resolve_settings({"model": "m", "port": "8000"}, {}).origins == {"model": "--model"}
+
+
+def other_values(spec: Field[Any]) -> list[Any]:
+    """Three values of a setting, none of them its default."""
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    if spec.metadata["choices"]:
+        return [choice for choice in spec.metadata["choices"] if choice != spec.default]
+    if isinstance(spec.default, bool):
+        return [not spec.default]
+    if isinstance(spec.default, tuple):
+        return [("a",), ("b", "c"), ("d",)]
+    if spec.name == "page_size":
+        return [8, 32, 64]
+    kind = next(part for part in (int, float, str) if part.__name__ in str(spec.type))
+    if kind is str:
+        return ["a", "b", "c"]
+    return [
+        value
+        for i in (1, 2, 3)
+        if (value := kind(high - i / 100 if kind is float and high is not None else (low or 0) + i)) != spec.default
+    ]
+
+
+SPECS = [spec for cls in (EngineConfig, ServerConfig) for spec in fields(cls) if spec.name != "model"]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_each_setting_in_each_source_and_their_order(spec: Field[Any], tmp_path: Path) -> None:
+    values = other_values(spec)
+    in_file, in_environment, in_flag = (values * 3)[:3]
+    name, variable, flag = spec.name, f"JAXSERVE_{spec.name.upper()}", f"--{spec.name.replace('_', '-')}"
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({name: list(in_file) if isinstance(in_file, tuple) else in_file}))
+    environ = {variable: ",".join(in_environment) if isinstance(in_environment, tuple) else str(in_environment)}
+    if isinstance(in_flag, bool):
+        given = flags(flag if in_flag else f"--no-{flag[2:]}")
+    else:
+        given = flags(flag, *(in_flag if isinstance(in_flag, tuple) else [str(in_flag)]))
+
+    def resolved(flags: dict[str, Any], environ: dict[str, str], file: Path | None) -> tuple[Any, str | None]:
+        settings = resolve_settings({"model": "m", **flags}, environ, file)
+        return (vars(settings.engine) | vars(settings.server))[name], settings.origins.get(name)
+
+    assert resolved({}, {}, None) == (spec.default, None)
+    assert resolved({}, {}, file) == (in_file, str(file))
+    assert resolved({}, environ, file) == (in_environment, variable)
+    assert resolved(given, environ, file) == (in_flag, flag)
+
+
+def test_every_default_is_written_once() -> None:
+    """What the scheduler's limits have in common with the settings comes from them, and the command has no defaults of its own."""
+    shared = {spec.name: spec.default for spec in fields(EngineConfig)}
+    limits = Path(inspect.getfile(SchedulerLimits)).read_text().partition("class SchedulerLimits")[2].partition("\ndef ")[0]
+    for spec in fields(SchedulerLimits):
+        if spec.name in shared and spec.default is not MISSING:
+            assert spec.default == shared[spec.name]
+            assert f"= EngineConfig.{spec.name}\n" in limits, spec.name
+    assert flags() == {}
+
+
+def test_help_lists_every_flag_under_its_group() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig, ServerConfig)
+    sections = {section.partition(":")[0]: section for section in parser.format_help().split("\n\n")}
+    assert set(GROUPS.values()) <= set(sections)
+    for spec in SPECS:
+        section = sections[GROUPS[spec.metadata["group"]]]
+        assert f"--{spec.name.replace('_', '-')}" in section, spec.name
+        assert all(f"--{alias.replace('_', '-')}" in section for alias in spec.metadata["aliases"])
+
+
+def test_keys_are_repeatable_and_never_shown(tmp_path: Path) -> None:
+    settings = resolve_settings({"model": "m", **flags("--api-key", "k1", "k2", "--api-key", "k3")}, {})
+    assert settings.server.api_key == ("k1", "k2", "k3")
+    assert resolve_settings({"model": "m"}, {"JAXSERVE_API_KEY": "k1, k2"}).server.api_key == ("k1", "k2")
+    file = tmp_path / "settings.yaml"
+    file.write_text("api-key: [k1, k2]\n")
+    from_file = resolve_settings({"model": "m"}, {}, file)
+    assert from_file.server.api_key == ("k1", "k2")
+    assert "k1" not in repr(from_file)
+    file.write_text("api-key: [k1, 12345]\n")
+    with pytest.raises(ConfigError, match="api_key is not readable; it must be a list of names") as caught:
+        resolve_settings({"model": "m"}, {}, file)
+    assert "k1" not in str(caught.value) and "12345" not in str(caught.value)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServerConfig)
+    assert "--api-key SECRET [SECRET ...]" in parser.format_help()
 
 
 def test_an_empty_variable_is_not_given() -> None:

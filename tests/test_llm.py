@@ -149,7 +149,9 @@ def test_stop_string_ends_the_sequence_in_the_engine(llm: LLM, engine: Engine, r
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     assert answer.text == plain.text[: plain.text.index(stop)]
     assert answer.token_ids == plain.token_ids[: len(answer.token_ids)]
-    assert runner.num_steps - before == len(answer.token_ids) <= 5
+    num_tokens = len(answer.token_ids)
+    assert num_tokens <= 5
+    assert num_tokens <= runner.num_steps - before <= num_tokens + 1, "one more may be in flight when the stop string is found"
 
 
 def test_one_bad_prompt_stops_the_call_before_it_starts(llm: LLM, engine: Engine, runner: Runner) -> None:
@@ -235,7 +237,7 @@ def test_interrupt_aborts_what_runs(llm: LLM, engine: Engine, runner: Runner) ->
     runner.before_step = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False)
-    assert runner.num_steps == 1, "the step that ran was finished, and no other begun"
+    assert runner.num_steps == 1, "the step that was dispatched is finished, and no other begun"
     assert not engine.has_work
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     runner.before_step = lambda: None

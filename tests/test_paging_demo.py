@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +41,14 @@ def test_the_largest_pages_waste_a_third_and_the_smallest_nothing(demo: ModuleTy
 def test_nothing_is_gained_when_every_request_takes_the_maximum(demo: ModuleType, page_size: int) -> None:
     figures = demo.fill_pool(demo.draw_lengths("max", 0), page_size)
     assert (figures["requests_that_fit"], figures["ratio"], figures["waste"]) == (256, 1.0, 0.0)
+
+
+def test_a_reader_that_has_enough_is_no_traceback() -> None:
+    command = [sys.executable, str(SCRIPT), "--lengths", "max", "--page-size", "512"]
+    environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1

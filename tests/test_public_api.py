@@ -11,9 +11,9 @@ import jaxserve
 
 
 def test_names_load_on_first_use() -> None:
-    from jaxserve import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams
+    from jaxserve import LLM, AsyncLLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams
 
-    assert [cls.__name__ for cls in (LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams)] == [
+    assert [cls.__name__ for cls in (LLM, AsyncLLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams)] == [
         name for name in jaxserve.__all__ if not name.startswith("_")
     ]
     assert set(jaxserve.__all__) <= set(dir(jaxserve))

@@ -56,3 +56,10 @@ def test_the_curl_line_survives_a_shell() -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8000", 'it\'s "mine"'))
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'
+    assert "Authorization: Bearer KEY" in shlex.split(curl_line("http://127.0.0.1:8000", "m", has_keys=True))
+
+
+def test_keys_are_never_printed() -> None:
+    server = ServerConfig(api_key=("sk-one", "sk-two"), port=1234)
+    changes = changed_settings(EngineConfig(model="m"), server, {"api_key": "JAXSERVE_API_KEY", "port": "--port"})
+    assert changes == [("api_key", "***", "JAXSERVE_API_KEY"), ("port", "1234", "--port")]

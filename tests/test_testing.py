@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.core.plan import Admission, PageWrite, Plan, Row
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.testing import CountingRunner, logprobs_of, next_token, solo_output
+from jaxserve.testing import CountingRunner, SerialDevice, logprobs_of, next_token, solo_output
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -131,3 +131,24 @@ def test_a_step_may_pretend_to_take_time() -> None:
     start = time.perf_counter()
     run(runner, [row(1, 0, 0, (5, 3))], [admission(0, 1)], [(0, 0, 0, 1)])
     assert time.perf_counter() - start >= 0.02
+
+
+def test_pretended_steps_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("jaxserve.testing.time.perf_counter", lambda: now[0])
+    device = SerialDevice(2.0)
+    assert [device.dispatch(), device.dispatch()] == [102.0, 104.0], "the second waits for the first"
+    now[0] = 110.0
+    assert device.dispatch() == 112.0, "an idle device starts at once"
+
+
+def test_a_failure_lasts_until_the_reset() -> None:
+    runner = make_runner(failures={2: ValueError("lost")})
+    start = ([row(1, 0, 0, (5, 3))], [admission(0, 1)], [(0, 0, 0, 1)])
+    assert run(runner, *start) == [10]
+    pending = [runner.run(Plan(step_id=i, rows=(row(1, 0, i + 1, (), 1),))) for i in (1, 2)]
+    for step in pending:
+        with pytest.raises(ValueError, match="lost"):
+            step.wait()
+    runner.reset()
+    assert run(runner, *start) == [10]

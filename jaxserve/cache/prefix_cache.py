@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
 from jaxserve.cache.page_pool import PagePool
+
+
+@dataclass(slots=True)
+class Watch:
+    """A found prefix, whose pages must stay known and whose next page must stay unknown, in any group, for it to be the longest."""
+
+    pages: frozenset[int]
+    next_keys: frozenset[bytes]
+    is_stale: bool = False
 
 
 class PrefixCache:
@@ -28,6 +38,7 @@ class PrefixCache:
         self._keys: dict[int, bytes] = {}
         # Random, so that keys cannot be predicted or compared across processes.
         self._secret = secrets.token_bytes(32)
+        self._watch: Watch | None = None
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
@@ -45,10 +56,11 @@ class PrefixCache:
 
     def extend_hashes(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], num_pages: int) -> None:
         """Append the hashes of pages `len(hashes)` .. num_pages - 1 of `token_ids`; the chain starts at `root`."""
-        size = self._page_size
-        parent = hashes[-1] if hashes else root
-        for start in range(len(hashes) * size, num_pages * size, size):
-            parent = sha256(parent + array("i", token_ids[start : start + size]).tobytes()).digest()
+        parent, first = hashes[-1] if hashes else root, len(hashes) * self._page_size
+        tokens = array("i", token_ids[first : num_pages * self._page_size])
+        data, page_bytes = tokens.tobytes(), self._page_size * tokens.itemsize
+        for start in range(0, len(data), page_bytes):
+            parent = sha256(parent + data[start : start + page_bytes]).digest()
             hashes.append(parent)
 
     def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> list[list[int]]:
@@ -68,6 +80,13 @@ class PrefixCache:
                 table.append(next(iter(pages)))
         return tables
 
+    def watch(self, tables: list[list[int]], hashes: list[bytes]) -> Watch:
+        """Have `is_stale` set as soon as `find` with the same hashes could give anything but `tables`. Ends the watch before."""
+        end = hashes[len(tables[0]) : len(tables[0]) + 1]
+        pages = frozenset(page for table in tables for page in table)
+        self._watch = Watch(pages, frozenset(page_hash + tag for page_hash in end for tag in self._group_tags))
+        return self._watch
+
     def register(self, page_hash: bytes, group: int, page: int) -> None:
         """The owned page now holds the full page with this hash. A page is filled once, so it gets a key once."""
         assert page not in self._keys, f"page {page} is written again while its prefix is known"
@@ -75,14 +94,23 @@ class PrefixCache:
         self._keys[page] = key
         self._pages.setdefault(key, {})[page] = None
         self._pool.mark_cached(page)
+        if self._watch is not None and key in self._watch.next_keys:
+            self._watch.is_stale = True
 
     def reset(self) -> None:
         """Forget every prefix."""
-        for page in list(self._keys):
-            self._forget(page)
-            self._pool.unmark_cached(page)
+        self.forget(list(self._keys))
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody may read these pages any more by their prefix; those without a known one are left out."""
+        for page in pages:
+            if page in self._keys:
+                self._forget(page)
+                self._pool.unmark_cached(page)
 
     def _forget(self, page: int) -> None:
+        if self._watch is not None and page in self._watch.pages:
+            self._watch.is_stale = True
         key = self._keys.pop(page)
         pages = self._pages[key]
         del pages[page]

@@ -23,6 +23,7 @@ from jaxserve.config import cache_dir
 from jaxserve.convert.hub import download, is_hub_id
 from jaxserve.convert.read_safetensors import SMALL_FILES
 from jaxserve.errors import ERROR_PREFIX, CheckpointError
+from jaxserve.logs import announce
 
 
 def resolve_model(
@@ -117,7 +118,7 @@ def _run_conversion(
 ) -> None:
     # -P: the caller's directory is not on the path, so a file there cannot stand in for a module.
     command = [sys.executable, "-P", "-m", "jaxserve.convert", source, str(destination), *arguments]
-    show = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    show = progress or announce
     lines: list[str] = []
     with subprocess.Popen(command, env=_importable(environment), stderr=subprocess.PIPE, text=True, errors="replace") as process:
         try:

@@ -66,7 +66,7 @@ class Buckets:
     def choose(self, plan: Plan) -> Bucket:
         """The smallest bucket that holds the plan's rows, tokens and sampled rows."""
         wants_prompt = any(row.num_prompt_logprobs is not None for row in plan.rows)
-        if not wants_prompt and all(row.num_tokens == 1 for row in plan.rows):
+        if not wants_prompt and (not plan.rows or plan.rows[-1].num_tokens == 1):  # longer rows come last
             rows = _at_least(self.decode_rows, len(plan.rows))
             return Bucket(rows, rows, rows, is_decode=True)
         tokens = _at_least(self.mixed_tokens, plan.num_tokens)

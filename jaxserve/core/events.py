@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from jaxserve.core.sequence import FinishReason
@@ -41,7 +41,7 @@ class StepResult:
     prompt_logprobs: list[list[Logprobs] | None]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TokenEvent:
     """New tokens and/or the end of one sequence.
 
@@ -62,6 +62,7 @@ class TokenEvent:
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
+    _: KW_ONLY
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None

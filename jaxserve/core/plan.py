@@ -86,9 +86,9 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
     @property
     def num_sampled(self) -> int:
         """Rows that sample a token."""
-        return sum(row.is_sampled for row in self.rows)
+        return sum([row.is_sampled for row in self.rows])

@@ -32,7 +32,6 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    REPETITION = "repetition"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +59,7 @@ class Sequence:
         rope_length: Sequence length at the latest admission; picks the table of length-dependent RoPE.
         num_pending_tokens: Tokens that dispatched steps sample and that the host does not know yet.
         last_step_id: Latest step that computes tokens of this sequence; -1 before the first.
+        started_s: `time.monotonic()` of its first admission, None before.
         prompt_logprobs: When asked: None for the first prompt token, then one entry for each prompt token computed so far.
     """
 
@@ -82,6 +82,7 @@ class Sequence:
     rope_length: int = 0
     num_pending_tokens: int = 0
     last_step_id: int = -1
+    started_s: float | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
+from jaxserve.engine.collector import quiet_collector
 from jaxserve.engine.link_server import run_engine_process
-from jaxserve.errors import JaxserveError
+from jaxserve.engine.profiler import Profiler
+from jaxserve.errors import ERROR_PREFIX, JaxserveError
+from jaxserve.logs import announce
+
+WAITING_PER_SEAT = 4
+"""Sequences that may wait for each that can run, unless `--max-waiting` says otherwise."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
-    orders = read_orders(argv)
+    orders = read_orders()
     reports = Reports(orders["report_fd"])
-    from jaxserve.engine.build import build_engine  # loads JAX
+    from jax import profiler
+
+    from jaxserve.engine.build import build_engine
 
     try:
         engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
     except JaxserveError as error:
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2
+    server = orders["server"]
+    info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
-        return run_engine_process(engine, engine.info, orders["engine_address"], lambda: reports.ready(asdict(engine.info)))
+        with quiet_collector():
+            return run_engine_process(
+                engine,
+                info,
+                orders["engine_address"],
+                lambda: reports.ready(asdict(info)),
+                stall_timeout_s=server["stall_timeout"],
+                profiler=Profiler(profiler),
+            )
     finally:
         engine.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.cgroup import usable_cores
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, SchedulerLimits
@@ -29,10 +30,11 @@ from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.compile import set_up_compile_cache
-from jaxserve.runner.device import choose_dtype, set_up_device, usable_threads
+from jaxserve.runner.device import choose_dtype, set_up_device
 from jaxserve.runner.memory import (
     MIN_PAGES,
     MemoryPlan,
+    check_token_budget,
     choose_num_pages,
     kv_budget,
     num_pages_key,
@@ -83,7 +85,7 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
     with timer.stage("device") as detail:
         device = set_up_device(config)
         cache_directory = set_up_compile_cache(config)
-        num_threads = config.num_threads or usable_threads()
+        num_threads = config.num_threads or usable_cores()
         device_name = f"cpu, {num_threads} threads" if device.platform == "cpu" else device.device_kind
         detail(device_name)
     with timer.stage("checkpoint") as detail:
@@ -114,7 +116,8 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         device=device_name, attention=attention, attention_reason=attention_reason, kv_cache_bytes=plan.kv_bytes,
         num_programs=num_programs, num_cached_programs=num_cached,
     )  # fmt: skip
-    return Engine(Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets), runner, info)
+    scheduler = Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets)
+    return Engine(scheduler, runner, info, async_scheduling=config.async_scheduling)
 
 
 class _Timer:
@@ -172,6 +175,13 @@ def _plan_memory(
     max_model_len, message = resolve_max_model_len(config, spec, num_pages)
     if message is not None:
         logger.warning(message)
+    check_token_budget(
+        config,
+        default=defaults.max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_kv_tokens=(num_pages - 1) // len(spec.kv_groups) * config.page_size,
+    )
     plan = MemoryPlan(
         weights_bytes=tree_bytes(jax.tree.leaves(model)),
         state_bytes=state_bytes,

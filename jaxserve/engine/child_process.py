@@ -1,7 +1,7 @@
-"""What a child of the supervisor does: take its orders from the command line, die with its parent, and say when it is ready.
+"""What a child of the supervisor does: take its orders from standard input, die with its parent, and say when it is ready.
 
-Shared by the two children, `python -m jaxserve.engine` and `python -m jaxserve.serve`; neither is meant to be typed by a person.
-Next: `jaxserve.serve.supervisor`, which starts them.
+Shared by the two kinds of children, `python -m jaxserve.engine` and `python -m jaxserve.serve`; neither is meant to be typed by a
+person. Orders hold keys, so they are not on the command line, where everybody could read them. Next: `jaxserve.serve.child`, the other end.
 """
 
 from __future__ import annotations
@@ -9,34 +9,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from jaxserve.logs import set_up_logging
+
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
 
-def read_orders(argv: Sequence[str]) -> dict[str, Any]:
-    """The JSON object that the supervisor gave as the only argument; also ties this process to its parent and sets up logging."""
-    if len(argv) != 2:
-        raise SystemExit("this process is started by `jaxserve serve`")
-    orders: dict[str, Any] = json.loads(argv[1])
-    die_with_parent(orders["parent_pid"])
-    set_up_logging()
+def read_orders() -> dict[str, Any]:
+    """The JSON object that the supervisor writes to standard input; also ties this process to its parent and sets up logging."""
+    _ask_to_die_with_parent()
+    try:
+        orders: dict[str, Any] = json.loads("" if sys.stdin.isatty() else sys.stdin.read())
+    except ValueError:
+        raise SystemExit("this process is started by `jaxserve serve`") from None
+    if os.getppid() != orders["parent_pid"]:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+    set_up_logging(orders["log_format"])
     return orders
-
-
-def set_up_logging() -> None:
-    """Our lines from INFO on, everybody else's from WARNING on, all to stderr."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=LOG_FORMAT)
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
 
 
 class Reports:
@@ -59,14 +56,12 @@ class Reports:
             self._pipe.write(json.dumps(report) + "\n")
 
 
-def die_with_parent(parent_pid: int) -> None:
+def _ask_to_die_with_parent() -> None:
     """Makes the kernel kill this process when its parent ends, however that happens; elsewhere than on Linux, polls for it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_poll_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=_poll_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _poll_parent(parent_pid: int) -> None:

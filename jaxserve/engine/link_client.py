@@ -1,186 +1,293 @@
 """A front end's side of EngineLink: one stream to one engine, many requests over it. asyncio; imports no JAX.
 
-    client = await EngineClient.connect("unix:/run/jaxserve/engine.sock")
+    client = EngineClient("unix:/run/jaxserve/engine.sock")
+    client.start()
+    await client.wait_until_connected()
     with client.generate(request) as stream:       # or several requests; leaving the block aborts what still runs
         async for event in stream: ...
 
-Knows no text. When the engine goes away, every open request raises EngineUnavailable.
+Connects again for ever: when the engine goes away, every open request raises EngineUnavailable at once, and so do new ones until
+it is back. Knows no text. Next: `event_stream`, what a caller reads; `link_server`, the other end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 
-from jaxserve.core.events import TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.engine import link_codec, link_pb2, link_pb2_grpc
+from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import EngineUnavailable, JaxserveError
+from jaxserve.engine.stats import EngineStats
+from jaxserve.errors import EngineUnavailable, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 2**20
+RECONNECT_S = 0.1
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # The link is local; http_proxy in the environment would otherwise catch one over TCP.
     ("grpc.enable_http_proxy", 0),
-    # A front end waits for an engine that still loads, and should notice soon.
+    # Front ends wait for an engine that still loads, and should notice soon, all at about the same time.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 100),
 ]
-
-
-class EventStream:
-    """The events of some requests, in the order they arrive, until each of their sequences has finished.
-
-    Iterating raises InvalidRequest or Overloaded when the engine refuses a request and EngineUnavailable when it goes away.
-    """
-
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
-        self._client = client
-        self._unfinished = {request.request_id: set(range(request.params.n)) for request in requests}
-        self._queue: asyncio.Queue[TokenEvent | JaxserveError] = asyncio.Queue()
-
-    def __enter__(self) -> EventStream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        while self._unfinished:
-            item = await self._queue.get()
-            if isinstance(item, JaxserveError):
-                self.close()
-                raise item
-            if item.index not in self._unfinished.get(item.request_id, ()):
-                continue
-            if item.finish_reason is not None:
-                self._finish(item.request_id, item.index)
-            return item
-        raise StopAsyncIteration
-
-    def put(self, item: TokenEvent | JaxserveError) -> None:
-        """Called by the client when something arrives."""
-        self._queue.put_nowait(item)
-
-    def drop(self, request_id: str, index: int) -> None:
-        """Aborts one sequence and yields no more events of it (its text hit a stop string)."""
-        if index in self._unfinished.get(request_id, ()):
-            self._finish(request_id, index)
-            self._client.abort(request_id, index)
-
-    def close(self) -> None:
-        """Aborts whatever still runs; nothing more is yielded."""
-        for request_id in self._unfinished:
-            self._client.abort(request_id)
-            self._client.forget(request_id)
-        self._unfinished.clear()
-
-    def _finish(self, request_id: str, index: int) -> None:
-        indices = self._unfinished[request_id]
-        indices.discard(index)
-        if not indices:
-            del self._unfinished[request_id]
-            self._client.forget(request_id)
+HEARTBEAT_TIMEOUT_S = 5.0
+"""An engine that has sent nothing for this long counts as stalled."""
+TICK_S = 0.25
+STATS_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 60.0
+"""Flushing waits for the step that runs, and a profile is written out before its answer."""
 
 
 class EngineClient:
-    """One front end's connection to one engine. Use from one asyncio loop only."""
+    """One front end's connection to one engine. Use from one asyncio loop only.
 
-    def __init__(self, channel: grpc.aio.Channel, stub: link_pb2_grpc.EngineLinkStub, info: EngineInfo) -> None:
-        self._channel = channel
-        self.info = info
+    Args:
+        address: Of EngineLink, `unix:/path` or `host:port`.
+        max_stall_s: Seconds without progress of the engine's loop, while it has work, from which on it counts as stalled.
+    """
+
+    def __init__(self, address: str, *, max_stall_s: float = 30.0) -> None:
+        self._address = address
+        self._max_stall_s = max_stall_s
+        self._info: EngineInfo | None = None
+        self._connection: _Connection | None = None
+        self._connected = asyncio.Event()
+        self._lost_reason = ""
+        self._listeners: list[Callable[[], None]] = []
+        self._was_healthy = False
+        self._num_silent_ticks = 0
         self._streams: dict[str, EventStream] = {}
-        self._commands: asyncio.Queue[link_pb2.Command] = asyncio.Queue()
-        self._failure: str | None = None
-        self.closed = asyncio.Event()
-        """Set when the engine is gone."""
-        self._call = stub.Connect()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        self._tasks: list[asyncio.Task[None]] = []
+        self.last_stats: EngineStats | None = None
+        """What the engine said last of itself; None while there is no engine."""
 
-    @classmethod
-    async def connect(cls, address: str, *, timeout_s: float | None = None) -> EngineClient:
-        """Connects to `unix:/path` or `host:port`; raises EngineUnavailable when nothing answers in time (None: waits)."""
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        stub = link_pb2_grpc.EngineLinkStub(channel)
-        try:
-            response = await stub.GetInfo(link_pb2.GetInfoRequest(), wait_for_ready=True, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            await channel.close()
-            raise EngineUnavailable(f"no engine answers at {address} within {timeout_s} s: {error.details()}") from None
-        return cls(channel, stub, EngineInfo.from_json(response.info_json))
+    def start(self) -> None:
+        """Begins to connect, and to watch; returns at once."""
+        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._stub = link_pb2_grpc.EngineLinkStub(self._channel)
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._watch())]
+
+    async def wait_until_connected(self) -> None:
+        """Returns once there is an engine."""
+        await self._connected.wait()
+
+    async def close(self) -> None:
+        """Ends the connection; the engine aborts what is open."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lose("this front end is shutting down")
+        await self._channel.close()
 
     @property
-    def is_alive(self) -> bool:
-        """False once the engine is gone."""
-        return self._failure is None
+    def info(self) -> EngineInfo:
+        """What the engine, or the last one if it is gone, said of itself; raises EngineUnavailable before the first connection."""
+        if self._info is None:
+            raise EngineUnavailable(self.why)
+        return self._info
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is an engine."""
+        return self._connection is not None
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is an engine that is heard of and makes progress."""
+        return self.is_connected and not self._is_silent and not self._is_stalled
+
+    @property
+    def why(self) -> str:
+        """Why the engine is not healthy, as a client may read it; empty when it is."""
+        if self._connection is None:
+            if self._info is None:
+                return "the model is still loading; send the request again in a while."
+            return f"the engine is restarting ({self._lost_reason}); send the request again in a while."
+        if self._is_silent or self._is_stalled:
+            return "the engine is stalled: it makes no progress; send the request again in a while."
+        return ""
 
     @property
     def num_open(self) -> int:
         """Requests that this front end is waiting for."""
         return len(self._streams)
 
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Calls back, in the asyncio loop, whenever `is_healthy` has changed."""
+        self._listeners.append(callback)
+
     def generate(self, *requests: Request) -> EventStream:
-        """Sends requests; their ids must be unused. Raises EngineUnavailable when the engine is gone."""
-        if self._failure is not None:
-            raise EngineUnavailable(self._failure)
+        """Sends requests; their ids must be unused. Raises EngineUnavailable when there is no engine."""
+        if self._connection is None:
+            raise EngineUnavailable(self.why)
         stream = EventStream(self, requests)
         for request in requests:
             assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
             self._streams[request.request_id] = stream
-            self._commands.put_nowait(link_codec.encode_add(request))
+            self._send(link_codec.encode_add(request))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request or one of its sequences; a stream still open gets its events with finish_reason abort."""
-        if self._failure is None:
-            self._commands.put_nowait(link_codec.encode_abort(request_id, index))
+        self._send(link_codec.encode_abort(request_id, index))
+
+    def abort_label(self, label: str) -> None:
+        """Ends every request with this label, whichever front end it came from, as `abort` does."""
+        self._send(link_codec.encode_abort_label(label))
 
     def abort_all(self) -> None:
-        """Ends every open request, as `abort` does."""
-        for request_id in self._streams:
-            self.abort(request_id)
+        """Ends every open request of this front end with finish_reason abort, without waiting for the engine."""
+        for stream in set(self._streams.values()):
+            stream.end()
 
     def forget(self, request_id: str) -> None:
         """Called by a stream that wants no more events."""
         self._streams.pop(request_id, None)
 
-    async def close(self) -> None:
-        """Ends the connection; the engine aborts what is open."""
-        self._fail("this front end is shutting down")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+    async def stats(self) -> EngineStats:
+        """The engine's figures right now; raises EngineUnavailable when it does not answer."""
+        return link_codec.decode_stats(await self._ask(self._stub.GetStats(link_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)))
 
-    async def _receive(self) -> None:
+    async def flush_cache(self) -> bool:
+        """Makes the engine forget all known prefixes; False when it refuses, as pages are in use."""
+        answer = await self._ask(self._stub.FlushCache(link_pb2.FlushCacheRequest(), timeout=CONTROL_TIMEOUT_S))
+        return bool(answer.is_flushed)
+
+    async def start_profile(self, directory: str) -> None:
+        """Starts a trace of the engine process into a directory; raises InvalidRequest when one runs already."""
+        await self._ask(self._stub.StartProfile(link_pb2.StartProfileRequest(directory=directory), timeout=CONTROL_TIMEOUT_S))
+
+    async def stop_profile(self) -> str:
+        """Ends the trace and returns its directory; raises InvalidRequest when none runs."""
+        answer = await self._ask(self._stub.StopProfile(link_pb2.StopProfileRequest(), timeout=CONTROL_TIMEOUT_S))
+        return str(answer.directory)
+
+    async def _ask[T](self, call: Awaitable[T]) -> T:
+        """The answer to one RPC, or the exception that a client should see."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                raise InvalidRequest(error.details() or "refused by the engine") from None
+            raise EngineUnavailable(self.why or f"the engine does not answer: {error.details()}") from None
+
+    def _send(self, command: link_pb2.Command) -> None:
+        if self._connection is not None:
+            self._connection.send(command)
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._num_silent_ticks * TICK_S > HEARTBEAT_TIMEOUT_S
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self.last_stats is not None and self.last_stats.seconds_since_progress > self._max_stall_s
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                response = await self._stub.GetInfo(link_pb2.GetInfoRequest(), wait_for_ready=True)
+                connection = _Connection(self._stub)
+            except grpc.aio.AioRpcError as error:
+                logger.debug("no engine at %s: %s", self._address, error.details())
+            else:
+                info = EngineInfo.from_json(response.info_json)
+                try:
+                    reason = await connection.receive(partial(self._on_message, connection, info))
+                finally:
+                    connection.close()
+                if self.is_connected:
+                    logger.error("%s; %d open requests fail", reason, len(self._streams))
+                    self._lose(reason)
+            await asyncio.sleep(RECONNECT_S)
+
+    def _begin(self, connection: _Connection, info: EngineInfo) -> None:
+        logger.info("connected to the engine at %s", self._address)
+        self._connection, self._info = connection, info
+        self._connected.set()
+
+    def _on_message(self, connection: _Connection, info: EngineInfo, message: link_pb2.FromEngine) -> None:
+        self._num_silent_ticks = 0
+        if message.HasField("heartbeat"):
+            self.last_stats = link_codec.decode_stats(message.heartbeat)
+        if not self.is_connected and not message.failure:  # an engine that is about to end still answers, but only that
+            self._begin(connection, info)
+        self._tell()
+        for event in message.events:
+            if (stream := self._streams.get(event.request_id)) is not None:
+                stream.put(event)
+        for rejection in message.rejections:
+            if (stream := self._streams.get(rejection.request_id)) is not None:
+                stream.fail(link_codec.decode_rejection(rejection))
+
+    def _lose(self, reason: str) -> None:
+        """The engine is gone: every open request fails."""
+        self._connection = self.last_stats = None
+        self._lost_reason = reason
+        self._connected.clear()
+        for stream in set(self._streams.values()):
+            stream.fail(EngineUnavailable(f"{reason}; the request is lost, send it again."))
+        self._tell()
+
+    async def _watch(self) -> None:
+        """Counts time in which this process could have heard something: a busy or stopped front end blames no engine."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._num_silent_ticks += 1
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.is_healthy == self._was_healthy:
+            return
+        self._was_healthy = self.is_healthy
+        if self.is_connected and not self.is_healthy:
+            logger.error("%s", self.why)
+        for callback in self._listeners:
+            callback()
+
+
+class _Connection:
+    """One `Connect` stream: commands out in order, messages in, until it breaks."""
+
+    def __init__(self, stub: link_pb2_grpc.EngineLinkStub) -> None:
+        self._call = stub.Connect()
+        self._commands: asyncio.Queue[link_pb2.Command] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, command: link_pb2.Command) -> None:
+        self._commands.put_nowait(command)
+
+    async def receive(self, on_message: Callable[[link_pb2.FromEngine], None]) -> str:
+        """Hands on each message; returns why there are no more."""
         reason = "the engine closed its connection"
         try:
             async for message in self._call:
-                for event in message.events:
-                    if (stream := self._streams.get(event.request_id)) is not None:
-                        stream.put(link_codec.decode_event(event))
-                for rejection in message.rejections:
-                    if (stream := self._streams.get(rejection.request_id)) is not None:
-                        stream.put(link_codec.decode_rejection(rejection))
+                on_message(message)
                 reason = message.failure or reason
         except grpc.aio.AioRpcError as error:
-            reason = f"the connection to the engine broke: {error.details()}"
-        finally:
-            self._fail(reason)
+            logger.warning("the connection to the engine broke: %s", error.details())
+            reason = "the engine has gone away"
+        except Exception:
+            logger.exception("a message of the engine could not be taken in")
+            reason = "this front end could not read the engine's answer"
+        return reason
 
-    async def _send(self) -> None:
-        """Writes commands in order, all that wait in one message."""
+    def close(self) -> None:
+        self._writer.cancel()
+        self._call.cancel()
+
+    async def _write(self) -> None:
+        """Writes commands, all that wait in one message."""
         while True:
             commands = [await self._commands.get()]
             while not self._commands.empty():
@@ -189,13 +296,3 @@ class EngineClient:
                 await self._call.write(link_pb2.ToEngine(commands=commands))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the receiving side reports why
-
-    def _fail(self, reason: str) -> None:
-        if self._failure is not None:
-            return
-        self._failure = reason
-        if self._streams:
-            logger.error("%s; %d open requests fail", reason, len(self._streams))
-        for stream in set(self._streams.values()):
-            stream.put(EngineUnavailable(reason))
-        self.closed.set()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.engine import link_pb2
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineUnavailable, InvalidRequest, JaxserveError, Overloaded, RequestFailed
 
 _OPTIONAL_PARAMS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
@@ -38,6 +41,7 @@ def encode_add(request: Request) -> link_pb2.Command:
         params=message,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        label=request.label,
     )
     return link_pb2.Command(add=add)
 
@@ -55,6 +59,7 @@ def decode_add(add: link_pb2.Add) -> Request:
         arrival_time_s=time.monotonic(),
         priority=add.priority,
         cache_salt=add.cache_salt if add.HasField("cache_salt") else None,
+        label=add.label,
     )
 
 
@@ -63,28 +68,58 @@ def encode_abort(request_id: str, index: int | None) -> link_pb2.Command:
     return link_pb2.Command(abort=link_pb2.Abort(request_id=request_id, index=index))
 
 
+def encode_abort_label(label: str) -> link_pb2.Command:
+    """A command that ends every request with the label, whichever front end it came from."""
+    return link_pb2.Command(abort_label=link_pb2.AbortLabel(label=label))
+
+
+def encode_stats(stats: EngineStats) -> link_pb2.EngineStats:
+    """The engine's figures; `decode_stats` is the inverse."""
+    return link_pb2.EngineStats(**{spec.name: getattr(stats, spec.name) for spec in fields(EngineStats)})
+
+
+def decode_stats(message: link_pb2.EngineStats) -> EngineStats:
+    """The inverse of `encode_stats`."""
+    values = {spec.name: getattr(message, spec.name) for spec in fields(EngineStats)}
+    return EngineStats(**values | {"step_token_counts": tuple(message.step_token_counts)})
+
+
 def encode_event(event: TokenEvent) -> link_pb2.Event:
     """One event; a prompt's leading None among its logprobs is left out and put back by `decode_event`."""
-    message = link_pb2.Event(
-        request_id=event.request_id,
-        index=event.index,
-        token_ids=event.token_ids,
-        num_prompt_tokens=event.num_prompt_tokens,
-        num_cached_tokens=event.num_cached_tokens,
-    )
+    message = link_pb2.Event()
+    fill_event(message, event)
+    return message
+
+
+def fill_event(message: link_pb2.Event, event: TokenEvent) -> None:
+    """`encode_event` into an empty message. Field by field, and none that has its default: this runs for each token of the engine."""
+    message.request_id = event.request_id
+    message.token_ids.extend(event.token_ids)
+    message.num_prompt_tokens = event.num_prompt_tokens
+    if event.index:
+        message.index = event.index
+    if event.num_cached_tokens:
+        message.num_cached_tokens = event.num_cached_tokens
     if event.logprobs is not None:
         message.has_logprobs = True
-        message.logprobs.extend(_encode_logprobs(event.logprobs))
+        _fill_logprobs(message.logprobs, event.logprobs)
+    if event.queue_s is not None:
+        message.queue_s = event.queue_s
+    if event.prefill_s is not None:
+        message.prefill_s = event.prefill_s
     if event.prompt_logprobs is not None:
         message.has_prompt_logprobs = True
-        message.prompt_logprobs.extend(_encode_logprobs(entry for entry in event.prompt_logprobs if entry is not None))
+        _fill_logprobs(message.prompt_logprobs, (entry for entry in event.prompt_logprobs if entry is not None))
     if event.finish_reason is not None:
-        message.finish_reason = event.finish_reason.value
+        _fill_end(message, event, event.finish_reason)
+
+
+def _fill_end(message: link_pb2.Event, event: TokenEvent, reason: FinishReason) -> None:
+    message.finish_reason = reason.value
     if event.stop_reason is not None:
         message.stop_reason = event.stop_reason
     if event.error is not None:
         message.error = event.error
-    return message
 
 
 def decode_event(message: link_pb2.Event) -> TokenEvent:
@@ -100,6 +135,8 @@ def decode_event(message: link_pb2.Event) -> TokenEvent:
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         stop_reason=message.stop_reason if message.HasField("stop_reason") else None,
         error=message.error if message.HasField("error") else None,
+        queue_s=message.queue_s if message.HasField("queue_s") else None,
+        prefill_s=message.prefill_s if message.HasField("prefill_s") else None,
     )
 
 
@@ -130,13 +167,13 @@ def decode_rejection(message: link_pb2.Rejection) -> JaxserveError:
             return RequestFailed(message.message)
 
 
-def _encode_logprobs(entries: Iterable[Logprobs]) -> list[link_pb2.Logprobs]:
-    return [
-        link_pb2.Logprobs(
-            token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs
-        )
-        for entry in entries
-    ]
+def _fill_logprobs(messages: Any, entries: Iterable[Logprobs]) -> None:
+    """`messages` is a repeated field of link_pb2.Logprobs."""
+    for entry in entries:
+        message = messages.add()
+        message.token_id, message.logprob, message.rank = entry.token_id, entry.logprob, entry.rank
+        message.top_ids.extend(entry.top_ids)
+        message.top_logprobs.extend(entry.top_logprobs)
 
 
 def _decode_logprobs(messages: Iterable[link_pb2.Logprobs]) -> list[Logprobs]:

@@ -24,11 +24,11 @@ from jax._src import xla_bridge
 from jax.typing import DTypeLike
 
 import jaxserve
+from jaxserve.cgroup import usable_cores
 from jaxserve.config import EngineConfig, cache_dir
 from jaxserve.errors import ConfigError
 from jaxserve.models.linear import linear
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.cgroup import cpu_quota
 from jaxserve.runner.memory import free_host_bytes
 from pallas_kernels import dispatch
 
@@ -56,7 +56,7 @@ def set_up_device(config: EngineConfig) -> jax.Device:
     kind = choose_platform(config.device, nvidia_driver(), cuda_plugin(), jax.config.jax_platforms or "")
     if not xla_bridge.backends_are_initialized():
         if config.num_threads is not None or not {THREADS_VARIABLE, "NPROC"} & os.environ.keys():
-            os.environ[THREADS_VARIABLE] = str(config.num_threads or usable_threads())
+            os.environ[THREADS_VARIABLE] = str(config.num_threads or usable_cores())
         if not {MEMORY_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
             os.environ[MEMORY_VARIABLE] = str(config.gpu_memory_utilization)
         # With the platforms named, a GPU that does not start is an error; by default JAX would go on with the CPU.
@@ -114,13 +114,6 @@ def cuda_plugin() -> str | None:
         except ModuleNotFoundError:
             return None
     return None
-
-
-def usable_threads() -> int:
-    """CPU threads worth starting: the cores that this process may run on, or its container's quota where that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def choose_dtype(wanted: str, device: jax.Device, spec: ModelSpec) -> str:
@@ -186,7 +179,7 @@ def report() -> str:
         ("NVIDIA driver", nvidia_driver() or "none"),
         ("CUDA plugin", cuda_plugin() or "none (extra cuda12)"),
         ("devices", f"{len(jax.local_devices())} x {device.device_kind}"),
-        ("threads", f"{os.environ.get(THREADS_VARIABLE) or os.environ.get('NPROC') or usable_threads()}, of {os.cpu_count()} cores"),
+        ("threads", f"{os.environ.get(THREADS_VARIABLE) or os.environ.get('NPROC') or usable_cores()}, of {os.cpu_count()} cores"),
         ("memory", _memory_line(device)),
         ("attention", f"{attention} ({reason})"),
         *(("", f"not {name}: {why}") for name, why in others.items()),

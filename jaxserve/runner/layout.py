@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from jaxserve.core.buckets import Bucket
@@ -21,9 +22,10 @@ UPDATE_PAGE_WRITES = 1024
 
 
 class Section(NamedTuple):
-    """A named piece of the packed array."""
+    """A named piece of the packed array: words [offset, end)."""
 
     offset: int
+    end: int
     shape: tuple[int, ...]
 
 
@@ -63,12 +65,11 @@ class StepLayout:
             shapes["targets"] = (bucket.tokens,)
         sections, offset = {}, 0
         for name, shape in shapes.items():
-            sections[name] = Section(offset, shape)
-            offset += shape[0] * (shape[1] if len(shape) > 1 else 1)
+            sections[name] = Section(offset, offset + prod(shape), shape)
+            offset = sections[name].end
         return sections
 
     @cached_property
     def size(self) -> int:
         """Length of the packed array in int32 words."""
-        last = list(self.sections.values())[-1]
-        return last.offset + last.shape[0] * (last.shape[1] if len(last.shape) > 1 else 1)
+        return list(self.sections.values())[-1].end

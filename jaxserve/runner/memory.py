@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import psutil
 from jax.typing import DTypeLike
 
+from jaxserve.cgroup import memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.cgroup import memory_headroom
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +211,24 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec, num_pages: int)
     if wanted > derived:
         return wanted, f"max_model_len is {wanted:,}, above the {derived:,} that the model is meant for; answers past that may be poor."
     return wanted, None
+
+
+def check_token_budget(config: EngineConfig, *, default: int, max_num_seqs: int, max_model_len: int, num_kv_tokens: int) -> None:
+    """Raises ConfigError for a step's token budget that no step could fill: its programs would take memory and minutes for nothing.
+
+    Args:
+        default: What is used where none is given; always accepted.
+        num_kv_tokens: Tokens that all KV pages hold.
+    """
+    wanted, fitting = config.max_num_batched_tokens or default, max_num_seqs * max_model_len
+    limit = max(default, min(fitting, num_kv_tokens))
+    if wanted > limit:
+        reason = f"all KV pages hold {num_kv_tokens:,}"
+        if fitting < num_kv_tokens:
+            reason = f"{max_num_seqs:,} sequences of {max_model_len:,} are {fitting:,}"
+        raise ConfigError(
+            f"max_num_batched_tokens is {wanted:,}, more than a step can use: {reason}. Give --max-num-batched-tokens {limit} or less."
+        )
 
 
 def _read_remembered(path: Path) -> dict[str, int]:

@@ -32,44 +32,49 @@ class PreparedStep(NamedTuple):
 def prepare(plan: Plan, layout: StepLayout, *, null_slot: int, null_penalty_slot: int) -> PreparedStep:
     """Packs `plan` into `layout`'s bucket; rows keep the plan's order."""
     packed = np.zeros(layout.size, np.int32)
-    view = {name: packed[s.offset : s.offset + int(np.prod(s.shape))].reshape(s.shape) for name, s in layout.sections.items()}
-    _fill_rows(plan, view, layout, null_slot)
+    view = {name: packed[s.offset : s.end].reshape(s.shape) for name, s in layout.sections.items()}
+    wants_logprobs = _fill_rows(plan, view, layout, null_slot)
     _fill_admissions(plan.admissions, view["admissions"], null_slot, null_penalty_slot)
     writes = np.array(plan.page_writes, np.int32).reshape(-1, PAGE_WRITE_WORDS)
     room = layout.max_page_writes
     updates = [_page_writes(writes[i : i + UPDATE_PAGE_WRITES], null_slot) for i in range(room, len(writes), UPDATE_PAGE_WRITES)]
     _fill_page_writes(writes[:room], view["page_writes"], null_slot)
-    wants_logprobs = any(row.num_logprobs is not None for row in plan.rows)
-    view["wants_logprobs"][0] = wants_logprobs
     return PreparedStep(packed, updates, wants_logprobs)
 
 
-def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null_slot: int) -> None:
-    rows = plan.rows
-    num_rows = len(rows)
-    view["row_slot"][:num_rows] = [row.slot for row in rows]
+def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null_slot: int) -> bool:
+    """Fills every section about rows and tokens. True when a row asks for log-probabilities."""
+    num_rows, bucket = len(plan.rows), layout.bucket
     view["row_slot"][num_rows:] = null_slot
-    view["row_tokens"][:num_rows] = [row.num_tokens for row in rows]
-    sampled = [i for i, row in enumerate(rows) if row.is_sampled]
-    if layout.bucket.is_decode:
+    if not plan.rows:
+        view["logits_row"][:] = bucket.rows
+        return False
+    # One pass over the rows instead of one for each field: this runs in every step.
+    _, slots, _, num_tokens, token_ids, is_sampled, num_logprobs, _, targets = zip(*plan.rows, strict=True)
+    view["row_slot"][:num_rows] = slots
+    view["row_tokens"][:num_rows] = num_tokens
+    if bucket.is_decode:
         # Logits rows are the rows themselves: the head's input needs no gather.
-        view["logits_row"][:] = np.arange(layout.bucket.rows)
-        view["logits_row"][num_rows:] = layout.bucket.rows
-        view["is_sampled"][sampled] = 1
+        view["logits_row"][:num_rows] = np.arange(num_rows)
+        view["logits_row"][num_rows:] = bucket.rows
+        view["is_sampled"][:num_rows] = is_sampled
     else:
+        sampled = np.flatnonzero(is_sampled)
         view["logits_row"][: len(sampled)] = sampled
-        view["logits_row"][len(sampled) :] = layout.bucket.rows
+        view["logits_row"][len(sampled) :] = bucket.rows
         view["is_sampled"][: len(sampled)] = 1
-    tokens: list[int] = []
-    for row in rows:
-        tokens.extend(row.token_ids or (-1,))
-    view["tokens"][: len(tokens)] = tokens
-    if layout.bucket.has_prompt_logprobs:
-        targets: list[int] = []
-        for row in rows:
-            targets.extend(row.prompt_targets or (-1,) * row.num_tokens)
-        view["targets"][: len(targets)] = targets
-        view["targets"][len(targets) :] = -1
+    tokens, ends = view["tokens"], np.cumsum(num_tokens).tolist()
+    tokens[: ends[-1]] = -1  # the slot's last sampled token, which may exist only on the device
+    for ids, end in zip(token_ids, ends, strict=True):
+        if ids:
+            tokens[end - len(ids) : end] = ids
+    if bucket.has_prompt_logprobs:
+        wanted = [target for row, count in zip(targets, num_tokens, strict=True) for target in row or (-1,) * count]
+        view["targets"][: len(wanted)] = wanted
+        view["targets"][len(wanted) :] = -1
+    wants_logprobs = num_logprobs.count(None) < num_rows
+    view["wants_logprobs"][0] = wants_logprobs
+    return wants_logprobs
 
 
 def _fill_admissions(admissions: tuple[Admission, ...], out: np.ndarray, null_slot: int, null_penalty_slot: int) -> None:

@@ -1,7 +1,7 @@
 """Owns the device: weights, pages, slot state and the compiled programs; turns Plans into StepResults.
 
 One packed upload, one program and one asynchronous copy back for each step. Knows nothing of requests, stopping or page
-ownership. Built by `engine.build`; the traced code is in `runner.step`.
+ownership. Built by `engine.build`. Next: `runner.step` (the traced code), `runner.pending_step` (what comes back).
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.arrays import KVPages, PenaltyState, SampledTokens, SlotState
+from jaxserve.arrays import KVPages, PenaltyState, SlotState
 from jaxserve.core.buckets import Bucket, Buckets
-from jaxserve.core.events import Logprobs, StepResult
 from jaxserve.core.plan import Plan
 from jaxserve.models.load import split_model
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.compile import CompileCounter, Progress, compile_all
 from jaxserve.runner.layout import PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
+from jaxserve.runner.pending_step import PendingModelStep
 from jaxserve.runner.prepare import PreparedStep, prepare, prepare_penalty_row
 from jaxserve.runner.step import StepOutputs, admit, step, update
 
@@ -92,6 +92,7 @@ class ModelRunner:
             slot_state_shapes(shape, len(spec.kv_groups)),
             penalty_state_shapes(shape, spec.vocab_size),
         )
+        self._layouts = {bucket: StepLayout(bucket, len(spec.kv_groups), shape.page_size) for bucket in shape.buckets.all()}
         self.compiles = CompileCounter()
         self._steps: dict[Bucket, Any] = {}
         self._update: Callable[..., Any]
@@ -118,7 +119,7 @@ class ModelRunner:
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
-        layout = self._layout(bucket)
+        layout = self._layouts[bucket]
         traced = jax.jit(
             partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3)
         )
@@ -130,6 +131,11 @@ class ModelRunner:
     def temporaries_bytes(self) -> int:
         """Temporaries of the compiled step that needs most."""
         return max(program.memory_analysis().temp_size_in_bytes for program in self._steps.values())
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Programs compiled by steps, after warm-up."""
+        return self.compiles.late_compiles
 
     def run(self, plan: Plan) -> PendingModelStep:
         """Dispatches a plan; the tokens are copied back while the host goes on."""
@@ -175,10 +181,7 @@ class ModelRunner:
 
     def _prepare(self, plan: Plan, bucket: Bucket) -> PreparedStep:
         null_slot, null_penalty_slot = self.shape.num_slots - 1, self.shape.max_penalty_slots
-        return prepare(plan, self._layout(bucket), null_slot=null_slot, null_penalty_slot=null_penalty_slot)
-
-    def _layout(self, bucket: Bucket) -> StepLayout:
-        return StepLayout(bucket, len(self.spec.kv_groups), self.shape.page_size)
+        return prepare(plan, self._layouts[bucket], null_slot=null_slot, null_penalty_slot=null_penalty_slot)
 
     def _lower_update(self) -> Callable[[], Any]:
         traced = jax.jit(update, donate_argnums=0)
@@ -196,82 +199,3 @@ class ModelRunner:
         for bucket in self._steps:
             self._dispatch(bucket, self._prepare(Plan(step_id=0, rows=()), bucket).packed)
         jax.block_until_ready(self._slots)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PendingModelStep:
-    """A dispatched step whose outputs are on their way to the host."""
-
-    plan: Plan
-    bucket: Bucket
-    outputs: StepOutputs
-    wants_logprobs: bool
-
-    def __post_init__(self) -> None:
-        for array in self._arrays_to_copy():
-            array.copy_to_host_async()
-
-    def wait(self) -> StepResult:
-        """Blocks until the tokens are here; raises what the device raised."""
-        token_ids = np.asarray(self.outputs.sampled.token_id).tolist()
-        logits_rows = self._logits_rows()
-        tokens: list[int | None] = [None] * len(self.plan.rows)
-        logprobs: list[Logprobs | None] = [None] * len(self.plan.rows)
-        sampled = _on_host(self.outputs.sampled) if self.wants_logprobs else None
-        for i, row in logits_rows:
-            tokens[i] = token_ids[row]
-            num_logprobs = self.plan.rows[i].num_logprobs
-            if sampled is not None and num_logprobs is not None:
-                logprobs[i] = _logprobs_at(sampled, row, num_logprobs)
-        return StepResult(token_ids=tokens, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs())
-
-    def _logits_rows(self) -> list[tuple[int, int]]:
-        """Plan row and logits row of each sampled row."""
-        sampled = [i for i, row in enumerate(self.plan.rows) if row.is_sampled]
-        return [(i, i if self.bucket.is_decode else j) for j, i in enumerate(sampled)]
-
-    def _arrays_to_copy(self) -> list[jax.Array]:
-        outputs = self.outputs
-        arrays = list(outputs.sampled) if self.wants_logprobs else [outputs.sampled.token_id]
-        return arrays + (list(outputs.prompt) if outputs.prompt is not None else [])
-
-    def _prompt_logprobs(self) -> list[list[Logprobs] | None]:
-        if self.outputs.prompt is None:
-            return [None] * len(self.plan.rows)
-        prompt, first, result = _on_host(self.outputs.prompt), 0, []
-        for row in self.plan.rows:
-            entries = None
-            if row.num_prompt_logprobs is not None:
-                targets = row.prompt_targets
-                entries = [_logprobs_at(prompt, first + t, row.num_prompt_logprobs) for t in range(row.num_tokens) if targets[t] >= 0]
-            result.append(entries)
-            first += row.num_tokens
-        return result
-
-
-class _HostTokens(NamedTuple):
-    """`SampledTokens` as NumPy arrays."""
-
-    token_id: np.ndarray
-    logprob: np.ndarray
-    rank: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-def _on_host(sampled: SampledTokens) -> _HostTokens:
-    return _HostTokens(*(np.asarray(array) for array in sampled))
-
-
-def _logprobs_at(sampled: _HostTokens, row: int, count: int) -> Logprobs:
-    """One row as plain values, best first; `count` -1 is the whole vocabulary."""
-    top_ids, top_logprobs = sampled.top_ids[row], sampled.top_logprobs[row]
-    # A stable sort leaves `top_k` results as they are and orders a whole vocabulary.
-    best = np.argsort(-top_logprobs, kind="stable")[: None if count < 0 else count]
-    return Logprobs(
-        int(sampled.token_id[row]),
-        float(sampled.logprob[row]),
-        int(sampled.rank[row]),
-        top_ids[best].tolist(),
-        top_logprobs[best].tolist(),
-    )

@@ -39,7 +39,7 @@ def step(
 ) -> tuple[KVPages, SlotState, PenaltyState, StepOutputs]:
     """Runs one bucket. The first four arguments are static; pages, slots and penalties are donated; `packed` is int32."""
     bucket = layout.bucket
-    inputs = {name: lax.slice(packed, (s.offset,), (s.offset + _words(s.shape),)).reshape(s.shape) for name, s in layout.sections.items()}
+    inputs = {name: lax.slice(packed, (s.offset,), (s.end,)).reshape(s.shape) for name, s in layout.sections.items()}
     slots = apply_page_writes(_admit_slots(slots, inputs["admissions"]), inputs["page_writes"])
     row_slot, row_tokens = inputs["row_slot"], inputs["row_tokens"]
 
@@ -146,7 +146,3 @@ def _advance(
         length=slots.length.at[jnp.where(row_tokens > 0, row_slot, null_slot)].set(kv_length),
         last_token=slots.last_token.at[sampled_slot].set(jnp.maximum(sampled.token_id, 0)),
     )
-
-
-def _words(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1)

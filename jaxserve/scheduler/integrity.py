@@ -17,6 +17,7 @@ def check_pages(pages: SequencePages, running: Iterable[Sequence], held: Counter
         owners.update(page for table in sequence.page_tables for page in table)
     pages.pool.check_integrity(owners)
     pages.cache.check_integrity()
+    pages.check_lookup()
     for sequence in running:
         first_written = sequence.num_computed_tokens // page_size
         for table in sequence.page_tables:

@@ -13,8 +13,9 @@ Knows no shapes, no device and no text. Next: `scheduler.step_draft`, `scheduler
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from itertools import count
+from time import monotonic
 
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.buckets import Buckets
@@ -25,6 +26,7 @@ from jaxserve.core.sequence import FinishReason, Sequence, Status
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.arrival import check_arrival, make_sequences
 from jaxserve.scheduler.integrity import check_pages, check_slots
+from jaxserve.scheduler.preemption_log import PreemptionLog
 from jaxserve.scheduler.prompt_logprobs import collect
 from jaxserve.scheduler.prompt_share import PromptShares
 from jaxserve.scheduler.sequence_pages import PageTables, SequencePages
@@ -59,6 +61,7 @@ class Scheduler:
         self._watermark = int(WATERMARK * limits.num_pages)
         self._next_step_id = 0
         self._committed_step_id = -1
+        self._preemption_log = PreemptionLog(limits.num_pages)
         self._num_preemptions = 0
         self._num_cache_queries = 0
         self._num_cache_hits = 0
@@ -72,6 +75,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that hold no slot: waiting, preempted, or waiting for their prompt to be computed by a sibling."""
         return len(self._queue) + self._shares.num_parked + len(self._set_aside)
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages held by sequences, or by a dispatched step that may still write them."""
+        return self._pages.pool.num_used
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +108,6 @@ class Scheduler:
         # Children first: ending the first sequence would make a child compute the prompt.
         for sequence in reversed(chosen):
             self._end(sequence, FinishReason.ABORT)
-        self._sweep_running()
         return [end_event(sequence) for sequence in chosen]
 
     def fail_running(self, message: str) -> list[TokenEvent]:
@@ -112,7 +119,6 @@ class Scheduler:
         failed = list(self._running)
         for sequence in failed:
             self._end(sequence, FinishReason.ERROR)
-        self._sweep_running()
         self._shares.forget_pages()
         self._pages.release_deferred(self._committed_step_id)
         self._requeue_set_aside(is_void=True)
@@ -190,6 +196,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
+        self._preemption_log.note(seq, len(self._running) + 1)
         self._give_back(seq)
         seq.status = Status.PREEMPTED
         seq.num_preemptions += 1
@@ -225,6 +232,8 @@ class Scheduler:
         self._pages.take_prefix(seq, prefix)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
+        if seq.started_s is None:
+            seq.started_s = monotonic()
         self._shares.on_admitted(seq)
         seq.status = Status.RUNNING
         seq.slot = slot = self._free_slots.pop()
@@ -277,6 +286,7 @@ class Scheduler:
                 continue
             seq.num_pending_tokens -= 1
             if token_id == -1:
+                self._pages.forget(seq)  # what is not finite may have come from a page
                 self._end(seq, FinishReason.ERROR)
                 events.append(end_event(seq, error=NOT_FINITE))
                 continue
@@ -288,7 +298,6 @@ class Scheduler:
             if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
                 self._end_if_stopped(seq)
             events.append(token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
-        self._sweep_running()
         self._pages.release_deferred(plan.step_id)
         self._requeue_set_aside()
         return events
@@ -299,8 +308,11 @@ class Scheduler:
             self._end(seq, seq.finish_reason)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        """Finish a sequence in any state; the caller sweeps the running list afterwards."""
+        """Finish a sequence in any state."""
         if seq.status is Status.RUNNING:
+            i = bisect_left(self._running, self._rank(seq), key=self._rank)
+            assert self._running[i] is seq
+            del self._running[i]
             self._give_back(seq)
         else:
             self._queue.discard(seq)
@@ -327,10 +339,6 @@ class Scheduler:
     def _is_dispatched(self, seq: Sequence) -> bool:
         return seq.last_step_id > self._committed_step_id
 
-    def _sweep_running(self) -> None:
-        if any(seq.status is not Status.RUNNING for seq in self._running):
-            self._running = [seq for seq in self._running if seq.status is Status.RUNNING]
-
     def _requeue_set_aside(self, *, is_void: bool = False) -> None:
         if not self._set_aside:
             return
@@ -345,7 +353,7 @@ class Scheduler:
 
     def stats(self, plan: Plan) -> StepStats:
         """Figures of a step and of the scheduler right now."""
-        num_decode_rows = sum(1 for row in plan.rows if not row.token_ids)
+        num_decode_rows = [row.token_ids for row in plan.rows].count(())
         return StepStats(
             step_id=plan.step_id,
             num_decode_rows=num_decode_rows,
@@ -358,7 +366,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_cache_queries=self._num_cache_queries,
             num_cache_hits=self._num_cache_hits,
-            num_kv_tokens=sum(seq.num_computed_tokens for seq in self._running),
+            num_kv_tokens=sum([seq.num_computed_tokens for seq in self._running]),
         )
 
     def check_integrity(self) -> None:

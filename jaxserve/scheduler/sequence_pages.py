@@ -10,7 +10,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from jaxserve.cache.page_pool import PagePool
-from jaxserve.cache.prefix_cache import PrefixCache
+from jaxserve.cache.prefix_cache import PrefixCache, Watch
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.plan import PageWrite
 from jaxserve.core.sequence import Sequence, Status
@@ -22,6 +22,13 @@ type PageTables = list[list[int]]
 class _Deferred(NamedTuple):
     step_id: int
     tables: PageTables
+
+
+class _Lookup(NamedTuple):
+    sequence: Sequence
+    length: int
+    tables: PageTables
+    watch: Watch
 
 
 class SequencePages:
@@ -37,6 +44,7 @@ class SequencePages:
         self._rope_table = None if limits.rope_original_length is None else "original"
         self._root = self.cache.chain_root(rope_table=self._rope_table)
         self._deferred: list[_Deferred] = []
+        self._last_lookup: _Lookup | None = None
 
     def num_missing(self, sequence: Sequence, length: int) -> int:
         """Pages, over all groups, that must be allocated before the sequence's tables hold `length` tokens."""
@@ -59,10 +67,15 @@ class SequencePages:
         Nothing is read for a sequence whose prompt log-probabilities are still wanted, since they come from computing the
         prompt, nor for one that starts with another RoPE table than the cached pages.
         """
-        length = sequence.num_tokens
         if not self.may_read_cache(sequence):
             return [[] for _ in range(self._num_groups)]
-        return self.cache.find(sequence.page_hashes, self._root_of(sequence), sequence.token_ids, (length - 1) // self._page_size)
+        length, last = sequence.num_tokens, self._last_lookup
+        # The head of a blocked queue asks at every step; a long prompt has thousands of pages to look up.
+        if last is not None and last.sequence is sequence and last.length == length and not last.watch.is_stale:
+            return last.tables
+        tables = self.cache.find(sequence.page_hashes, self._root_of(sequence), sequence.token_ids, (length - 1) // self._page_size)
+        self._last_lookup = _Lookup(sequence, length, tables, self.cache.watch(tables, sequence.page_hashes))
+        return tables
 
     def may_read_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence about to be admitted looks into the prefix cache."""
@@ -110,6 +123,11 @@ class SequencePages:
             for i in range(first, last):
                 self.cache.register(hashes[i], group, table[i])
 
+    def forget(self, sequence: Sequence) -> None:
+        """What the sequence's pages hold cannot be trusted: no other sequence may find them."""
+        for table in sequence.page_tables:
+            self.cache.forget(table)
+
     def release(self, sequence: Sequence, *, after_step: int | None = None) -> None:
         """Give up the sequence's pages: at once, or when step `after_step`, which may still write them, is committed."""
         tables = sequence.page_tables
@@ -136,6 +154,13 @@ class SequencePages:
     def deferred_owners(self) -> Counter[int]:
         """How often each page is held for a dispatched step."""
         return Counter(page for entry in self._deferred for table in entry.tables for page in table)
+
+    def check_lookup(self) -> None:
+        """Assert that a remembered lookup, while not stale, is what a new one would find."""
+        last = self._last_lookup
+        if last is not None and not last.watch.is_stale:
+            seq, num_pages = last.sequence, (last.length - 1) // self._page_size
+            assert last.tables == self.cache.find(seq.page_hashes, self._root_of(seq), seq.token_ids, num_pages)
 
     def _root_of(self, sequence: Sequence) -> bytes:
         salt = sequence.request.cache_salt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.sequence import Sequence
 
@@ -19,17 +21,17 @@ def end_event(sequence: Sequence, *, error: str | None = None) -> TokenEvent:
     )
 
 
-def token_event(sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
-    """A new token, and the end if it was the last. The prompt's log-probabilities go with the first."""
-    is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
-    return TokenEvent(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        token_ids=[token_id],
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_cached_tokens=sequence.num_cached_tokens or 0,
-        logprobs=None if logprobs is None else [logprobs],
-        prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
-    )
+def token_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
+    """A new token, and the end if it was the last. The prompt's log-probabilities and the sequence's times go with the first."""
+    # Made for every row of every step, so what most rows lack is set afterwards.
+    event = TokenEvent(seq.request.request_id, seq.index, [token_id], seq.num_prompt_tokens, seq.num_cached_tokens or 0)
+    if logprobs is not None:
+        event.logprobs = [logprobs]
+    if seq.finish_reason is not None:
+        event.finish_reason, event.stop_reason = seq.finish_reason, seq.stop_reason
+    if len(seq.token_ids) == seq.num_prompt_tokens + 1:
+        assert seq.started_s is not None
+        event.prompt_logprobs = seq.prompt_logprobs
+        event.queue_s = seq.started_s - seq.request.arrival_time_s
+        event.prefill_s = monotonic() - seq.started_s
+    return event

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.child_process import Reports, read_orders
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ERROR_PREFIX, JaxserveError
+from jaxserve.logs import announce
 from jaxserve.serve.server import Endpoints, run_front_end
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Runs until told to stop (0); 2 when it cannot start."""
-    orders = read_orders(argv)
+    orders = read_orders()
     # JSON has no tuples.
-    config = ServerConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in orders["config"].items()})
-
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in orders["config"].items()}
+    config = ServerConfig(**given)
     reports = Reports(orders["report_fd"])
 
     def on_ready(endpoints: Endpoints) -> None:
         reports.ready(asdict(endpoints))
 
     try:
-        return asyncio.run(run_front_end(config, orders["engine_address"], on_ready))
+        return asyncio.run(run_front_end(config, orders["engine_address"], on_ready, share_ports=orders["share_ports"]))
     except JaxserveError as error:
-        print(f"jaxserve: error: {error}", file=sys.stderr)
+        announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

@@ -1,18 +1,24 @@
-"""`vllm.grpc.engine` messages from and to our own types. The protocol's rules are said here; `grpc_server` moves the messages.
+"""`vllm.grpc.engine` messages from and to our own types. The protocol's rules are said here; `grpc_engine` moves the messages.
 
-Zero is proto3's "not given" and takes vLLM's default (top_p 0 is 1, repetition_penalty 0 is 1, n 0 is 1); temperature, max_tokens,
-seed and logprobs say by presence whether they are given. Booleans mean what they say.
+A field that the protocol marks optional (temperature, max_tokens, seed, logprobs) and that is absent takes the model's default. The
+plain ones have no absence: their zero takes vLLM's (top_p 0 is 1, repetition_penalty 0 is 1, n 0 is 1), and booleans mean what they say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from jaxserve import __version__
 from jaxserve.core.events import Logprobs
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.openai_answers import finish_reason
 from jaxserve.serve.service import Delta
@@ -34,15 +40,27 @@ def check_served(request: pb.GenerateRequest) -> None:
         raise InvalidRequest(f"{constraint} is not supported by this engine; leave it out.", param=constraint)
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The parameters; raises InvalidRequest for one out of range. Text is only produced where stop strings need it."""
+def check_profile_served(request: common_pb2.StartProfileRequest) -> None:
+    """Raises InvalidRequest, naming it, for an option that jax.profiler does not have."""
+    for descriptor, value in request.ListFields():
+        if descriptor.name != "output_dir" and value:
+            raise InvalidRequest(f"{descriptor.name} is not supported by this engine's profiler; leave it out.", param=descriptor.name)
 
-    def optional(name: str) -> int | None:
-        return getattr(message, name) if message.HasField(name) else None
+
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters; raises InvalidRequest for one out of range. Text is only produced where stop strings need it.
+
+    Args:
+        message: What the client sent.
+        defaults: The model's own, for what it may leave out.
+    """
+
+    def optional(name: str, default: float | None = None) -> Any:
+        return getattr(message, name) if message.HasField(name) else defaults.get(name, default)
 
     return SamplingParams(
         n=message.n or 1,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        temperature=optional("temperature", 1.0),
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
         min_p=message.min_p,
@@ -63,6 +81,40 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
         spaces_between_special_tokens=message.spaces_between_special_tokens,
         include_stop_str_in_output=message.include_stop_str_in_output,
     )
+
+
+class Loads:
+    """How busy the engine is, as GetLoads tells it; keeps what the rate of tokens needs from one call to the next."""
+
+    MIN_INTERVAL_S = 0.5
+
+    def __init__(self) -> None:
+        self._time_s: float | None = None
+        self._num_tokens = 0
+        self._tokens_per_s = 0.0
+
+    def response(self, stats: EngineStats, info: EngineInfo, now_s: float) -> pb.GetLoadsResponse:
+        """The figures; `now_s` is `time.monotonic()`. The rate is that since a call before, at least MIN_INTERVAL_S ago."""
+        if self._time_s is None or now_s - self._time_s >= self.MIN_INTERVAL_S:
+            if self._time_s is not None:
+                # Fewer than before: the engine was started again.
+                num_tokens = stats.num_generated_tokens - self._num_tokens
+                self._tokens_per_s = max(num_tokens, 0) / (now_s - self._time_s)
+            self._time_s, self._num_tokens = now_s, stats.num_generated_tokens
+        num_pages = max(stats.num_pages - 1, 1)  # the null page holds nothing
+        load = pb.SchedulerLoad(
+            num_running_reqs=stats.num_running,
+            num_waiting_reqs=stats.num_waiting,
+            num_total_reqs=stats.num_running + stats.num_waiting,
+            num_used_tokens=stats.num_used_pages * info.page_size,
+            max_total_num_tokens=num_pages * info.page_size,
+            token_usage=stats.num_used_pages / num_pages,
+            gen_throughput=self._tokens_per_s,
+            cache_hit_rate=stats.num_cache_hits / max(stats.num_cache_queries, 1),
+            utilization=stats.num_running / info.max_num_seqs,
+            max_running_requests=info.max_num_seqs,
+        )
+        return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[load])
 
 
 @dataclass(slots=True)

@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import InvalidRequest, RequestFailed
+from jaxserve.logs import request_id
+from jaxserve.serve.call_limits import check_num_sequences, truncate_prompt
 from jaxserve.serve.openai_logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, TokenizeBody
-from jaxserve.serve.service import Delta, Service, check_num_sequences, truncate_prompt
+from jaxserve.serve.service import Delta, Service
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is not given, as OpenAI has it."""
@@ -81,10 +83,7 @@ class Completion:
 
     def deltas(self) -> AsyncGenerator[Delta]:
         """Runs the call; close it to abort."""
-        body = self._body
-        return self._service.generate(
-            self._prompts, self._params, label=body.request_id or "", priority=body.priority or 0, cache_salt=body.cache_salt
-        )
+        return self._service.generate(self._prompts, self._params, **_options(self._body))
 
     def choices(self, delta: Delta) -> list[dict[str, Any]]:
         """What a stream sends for a delta: nothing while there is nothing to say."""
@@ -167,10 +166,7 @@ class Chat:
 
     def deltas(self) -> AsyncGenerator[Delta]:
         """Runs the call; close it to abort."""
-        body = self._body
-        return self._service.generate(
-            [self._prompt], self._params, label=body.request_id or "", priority=body.priority or 0, cache_salt=body.cache_salt
-        )
+        return self._service.generate([self._prompt], self._params, **_options(self._body))
 
     def choices(self, delta: Delta) -> list[dict[str, Any]]:
         """What a stream sends for a delta: first the role, then content, last the finish reason."""
@@ -200,6 +196,12 @@ class Chat:
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
         return answer
+
+
+def _options(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """What `Service.generate` gets beside the prompts and the parameters."""
+    label = body.request_id or request_id.get()
+    return {"label": label, "priority": body.priority or 0, "cache_salt": body.cache_salt, "timeout_s": body.timeout}
 
 
 def finish_reason(delta: Delta) -> str | None:

@@ -67,7 +67,7 @@ def chat_logprobs(entries: Sequence[Logprobs], num_top: int, names: TokenNames) 
     return [
         {
             **_chat_token(entry.token_id, entry.logprob, names),
-            "top_logprobs": [_chat_token(token_id, logprob, names) for token_id, logprob in _top(entry, num_top)],
+            "top_logprobs": [_chat_token(token_id, logprob, names) for token_id, logprob in most_likely(entry, num_top)],
         }
         for entry in entries
     ]
@@ -78,16 +78,7 @@ def prompt_logprobs(entries: Sequence[Logprobs | None], num_top: int, names: Tok
     return [None if entry is None else _prompt_entry(entry, num_top, names) for entry in entries]
 
 
-def _prompt_entry(entry: Logprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
-    ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(_top(entry, num_top), start=1)}
-    ranked[entry.token_id] = (entry.logprob, entry.rank)
-    return {
-        str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(token_id)}
-        for token_id, (logprob, rank) in ranked.items()
-    }
-
-
-def _top(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
+def most_likely(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
     """The most likely tokens, best first; -1 is all (which arrive in vocabulary order)."""
     pairs = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
     if num_top == -1:
@@ -95,9 +86,18 @@ def _top(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
     return pairs[:num_top]
 
 
+def _prompt_entry(entry: Logprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
+    ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(most_likely(entry, num_top), start=1)}
+    ranked[entry.token_id] = (entry.logprob, entry.rank)
+    return {
+        str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(token_id)}
+        for token_id, (logprob, rank) in ranked.items()
+    }
+
+
 def _top_by_text(entry: Logprobs, num_top: int, names: TokenNames) -> dict[str, float]:
     top: dict[str, float] = {}
-    for token_id, logprob in [*_top(entry, num_top), (entry.token_id, entry.logprob)]:
+    for token_id, logprob in [*most_likely(entry, num_top), (entry.token_id, entry.logprob)]:
         top.setdefault(names.text(token_id), _finite(logprob))  # several ids may share a text: the likelier one stays
     return top
 

@@ -1,11 +1,13 @@
 """The bodies of the OpenAI endpoints: which fields are served, which are refused, and how a bad one is named.
 
-Types are strict (a number in quotes is an error), unknown fields are ignored, and a known field that is not served is an error
-that names it: nothing a client asked for is dropped in silence. Ranges are checked by `core.sampling_params`. Next: `http`.
+Types are strict (a number in quotes is an error), unknown fields are ignored as vLLM ignores them (a debug line names them), and a known
+field that is not served is an error that names it: nothing a client asked for is dropped in silence. Ranges are checked by
+`core.sampling_params`. Next: `http`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import from_json
 
 from jaxserve.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 type _List[T] = Annotated[list[T], FailFast()]
 """Fails at the first bad entry: a list of a million of them must not make a million messages."""
@@ -48,6 +52,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that vLLM serves and jaxserve does not yet, with the values that ask for nothing (null never does)."""
 _CHAT_NOT_SERVED = {"chat_template": (), "echo": (False,)}
+_WHY_NOT = {"chat_template": "the model's own template is used, as a template is a program; chat_template_kwargs sets its variables"}
 
 
 class _Body(BaseModel):
@@ -66,7 +71,10 @@ class _Body(BaseModel):
         for name, neutral in cls.not_served.items():
             value = values.get(name)
             if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
-                raise InvalidRequest(f"{name} is not supported by this server; leave it out.", param=name)
+                why = f" ({_WHY_NOT[name]})" if name in _WHY_NOT else ""
+                raise InvalidRequest(f"{name} is not supported by this server{why}; leave it out.", param=name)
+        if logger.isEnabledFor(logging.DEBUG) and (unknown := sorted(set(values) - set(cls.model_fields) - set(cls.not_served))):
+            logger.debug("ignoring unknown fields: %s", ", ".join(map(repr, unknown)))
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -119,6 +127,8 @@ class _GenerationBody(_Body):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    timeout: float | None = None
+    """Seconds after which the sequences still running end with finish_reason abort. vLLM has no such field."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

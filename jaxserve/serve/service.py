@@ -2,7 +2,8 @@
 
 A client's request id is only a label here; the engine gets an id of our own, so a repeated one cannot mix answers. Leaving
 `generate` early (disconnect, cancel, deadline, error) aborts in the engine. Text work that can take long runs in a thread pool.
-Knows no protocol. Next: `http` and `grpc_server`; below: `engine.link_client`, `text.sequence_text`.
+Exists before the engine does and after it is lost: calls are then refused by `check_ready`. Knows no protocol. Next: `http` and
+`grpc_server`; below: `engine.link_client`, `text.sequence_text`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from typing import Any
 
+from jaxserve.config import ServerConfig
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.admission import check_request
+from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from jaxserve.serve.call_limits import check_admissible, check_num_logprobs, check_num_sequences, shorter_timeout
+from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.request_log import CallLog, logged
 from jaxserve.serve.tracing import CallTrace, Tracer
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText, TextDelta
@@ -34,15 +40,10 @@ from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_SEQUENCES_PER_CALL = 1024
-"""Prompts times n of one call."""
 LONG_TEXT = 64 * 2**10
 """Texts of more characters, and more token ids, than this have a thread of their own: nobody else's text waits behind them."""
 MAX_TEXT_CHARS = 4 * 2**20
 """Longest text that is tokenized where the context sets no limit: seconds of work."""
-FEW_LOGPROBS = 20
-MAX_MANY_LOGPROBS = 2**21
-"""Log-probabilities in one call that asks for more than FEW_LOGPROBS for a token: seconds of work to write down."""
 ABORT_S = 1.0
 """Time for aborted calls to hear of it."""
 
@@ -76,46 +77,96 @@ class Service:
     """One front end's view of its engine and its text.
 
     Args:
-        client: Connected to the engine.
-        tokenizer: The model's.
-        served_model_names: Names that clients may use; the first one is reported.
+        client: Started; the engine may still load.
+        config: The server's settings.
         tracer: Sends a span of each call; None traces nothing.
     """
 
-    def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, served_model_names: Sequence[str] = (), tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, client: EngineClient, config: ServerConfig, tracer: Tracer | None = None) -> None:
         self.client = client
+        self.config = config
+        self.metrics = Metrics(config.metrics_prefix, client, next(iter(config.served_model_name), None))
         self._tracer = tracer
-        self.tokenizer = tokenizer
-        self.served_model_names = tuple(served_model_names) or (client.info.model,)
+        self._tokenizer: Tokenizer | None = None
         self._is_draining = False
-        self._labels: dict[str, set[str]] = {}
+        self._listeners: list[Callable[[], None]] = []
         self._id_prefix = secrets.token_hex(4)
         self._next_id = itertools.count()
         self._text_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self._long_text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
+        client.add_listener(self._tell)
+
+    async def load(self) -> None:
+        """Waits for the engine and reads the tokenizer; does ahead of the first request what would otherwise delay it.
+
+        Raises:
+            CheckpointError: The tokenizer cannot be read.
+        """
+        await self.client.wait_until_connected()
+        tokenizer = await asyncio.to_thread(Tokenizer.from_directory, self.info.model_path)
+        await self._in_pool(lambda: _max_token_bytes(tokenizer))
+        self._tokenizer = tokenizer
+        self._tell()
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's facts."""
+        """The engine's facts; raises EngineUnavailable before the engine first came up."""
         return self.client.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; raises EngineUnavailable before it is read."""
+        if self._tokenizer is None:
+            raise EngineUnavailable("the model is still loading; send the request again in a while.")
+        return self._tokenizer
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """Names that clients may use; the first one is reported."""
+        return self.config.served_model_name or (self.info.model,)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine is warm, is heard of and makes progress."""
+        return self._tokenizer is not None and self.client.is_healthy
 
     @property
     def is_ready(self) -> bool:
         """Whether new calls are served."""
-        return self.client.is_alive and not self._is_draining
+        return self.is_healthy and not self._is_draining
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new calls, lets open ones go on for `grace_s` seconds, then ends the rest with finish_reason abort."""
+    def check_ready(self) -> None:
+        """Raises EngineUnavailable, saying why, while new calls are not served."""
+        if self._is_draining:
+            raise EngineUnavailable("this server is shutting down; send the request to another one, or again later.")
+        if not self.client.is_healthy:
+            raise EngineUnavailable(self.client.why)
+        _ = self.tokenizer
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Calls back, in the asyncio loop, whenever `is_healthy` or `is_ready` may have changed."""
+        self._listeners.append(callback)
+
+    def _tell(self) -> None:
+        for callback in self._listeners:
+            callback()
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Refuses new calls, lets open ones go on, then ends the rest with finish_reason abort.
+
+        Args:
+            grace_s: How long they may go on, in seconds.
+            hurry: Ends that time when it is set.
+        """
         self._is_draining = True
-        await self._wait_for_calls(grace_s)
+        self._tell()
+        await self._wait_for_calls(grace_s, hurry)
         self.client.abort_all()
         await self._wait_for_calls(ABORT_S)
 
-    async def _wait_for_calls(self, timeout_s: float) -> None:
+    async def _wait_for_calls(self, timeout_s: float, hurry: asyncio.Event | None = None) -> None:
         end = time.monotonic() + timeout_s
-        while self.client.num_open and time.monotonic() < end:
+        while self.client.num_open and time.monotonic() < end and not (hurry and hurry.is_set()):
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
@@ -124,7 +175,11 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound, listing what is served, for a name that is not; None is whatever is served."""
+        """Raises ModelNotFound, listing what is served, for a name that is not; None is whatever is served.
+
+        The first check of a call, so it raises EngineUnavailable while calls are not served.
+        """
+        self.check_ready()
         if name is not None and name not in self.served_model_names:
             served = ", ".join(repr(served_name) for served_name in self.served_model_names)
             raise ModelNotFound(f"the model {name!r} does not exist; served here: {served}.")
@@ -136,6 +191,7 @@ class Service:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of any text up to MAX_TEXT_CHARS; raises InvalidRequest for a longer one."""
+        self.check_ready()
         if len(text) > MAX_TEXT_CHARS:
             raise InvalidRequest(
                 f"the text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized: shorten or split it.", param="prompt"
@@ -144,7 +200,8 @@ class Service:
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token."""
-        return await self._in_pool(lambda: [self.tokenizer.token_text(token_id) for token_id in token_ids], len(token_ids))
+        tokenizer = self.tokenizer
+        return await self._in_pool(lambda: [tokenizer.token_text(token_id) for token_id in token_ids], len(token_ids))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
@@ -154,9 +211,10 @@ class Service:
         self, texts: Sequence[str], *, add_special_tokens: bool = True, is_truncated: bool = False
     ) -> list[list[int]]:
         """Token ids of a call's prompts; those that cannot fit the context whatever their tokens are are refused without tokenizing."""
+        self.check_ready()
         if is_truncated:
             return [await self.tokenize(text, add_special_tokens=add_special_tokens) for text in texts]
-        limit = self.info.max_model_len * self._max_token_bytes
+        limit = self.info.max_model_len * _max_token_bytes(self.tokenizer)
         longest = max(map(len, texts))
         if longest > limit:
             raise InvalidRequest(
@@ -168,17 +226,20 @@ class Service:
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         size = sum(map(len, texts))
-        return await self._in_pool(lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts], size)
+        tokenizer = self.tokenizer
+        return await self._in_pool(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts], size)
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat; options as in `text.chat_template.render_chat`."""
+        self.check_ready()
         return await self._in_pool(partial(render_chat, self.tokenizer, messages, **options))
 
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> list[SamplingParams]:
         """Each prompt's parameters, as the engine will use them; raises InvalidRequest."""
         check_num_sequences(len(prompts), params.n)
+        check_admissible(len(prompts), params.n, self.info)
         checked = [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
-        _check_num_logprobs(prompts, checked, self.info.vocab_size)
+        check_num_logprobs(prompts, checked, self.info.vocab_size)
         return checked
 
     async def generate(
@@ -189,6 +250,7 @@ class Service:
         label: str = "",
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Delta]:
         """Runs the prompts together and yields what is new of each sequence as it comes; close it to abort the rest.
 
@@ -198,42 +260,55 @@ class Service:
             label: The client's name for the call, for `abort`.
             priority: Lower runs earlier.
             cache_salt: Isolates the prefix cache.
+            timeout_s: Seconds from now after which the sequences left end with finish_reason abort; the server may allow less.
 
         Raises:
             InvalidRequest: Before the first delta.
+            Overloaded: Before the first delta; too many sequences wait.
             EngineUnavailable: At any time.
         """
-        if self._is_draining:
-            raise EngineUnavailable("this server is shutting down; send the request to another one, or again later.")
-        requests = [
-            Request(
-                request_id=f"{self._id_prefix}-{next(self._next_id)}",
-                prompt_token_ids=tuple(prompt),
-                params=checked,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
-        ]
-        prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
-        texts = {
-            (request.request_id, index): SequenceText(self.tokenizer, request.params, request.prompt_token_ids)
-            for request in requests
-            for index in range(request.params.n)
-        }
-        with self._labelled(label, prompt_indices), self._traced(requests) as trace, self.client.generate(*requests) as stream:
-            async for event in stream:
-                text = texts[event.request_id, event.index].push(event)
-                if trace is not None:
-                    trace.on_tokens(len(text.token_ids), text.finish_reason and text.finish_reason.value)
-                if text.is_stop_string_hit and event.finish_reason is None:
-                    stream.drop(event.request_id, event.index)
-                yield _delta(event, text, prompt_indices[event.request_id])
+        with self.metrics.call() as measured:
+            self.check_ready()
+            timeout_s = shorter_timeout(timeout_s, self.config.request_timeout)
+            requests = [
+                Request(
+                    request_id=f"{self._id_prefix}-{next(self._next_id)}",
+                    label=label,
+                    prompt_token_ids=tuple(prompt),
+                    params=checked,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
+            ]
+            measured.begin(requests)
+            prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
+            texts = {
+                (request.request_id, index): SequenceText(self.tokenizer, request.params, request.prompt_token_ids)
+                for request in requests
+                for index in range(request.params.n)
+            }
+            with (
+                self._traced(requests) as trace,
+                self._logged(requests) as log,
+                self.client.generate(*requests) as stream,
+                _ending_after(timeout_s, stream),
+            ):
+                async for event in stream:
+                    text = texts[event.request_id, event.index].push(event)
+                    measured.on_event(event, text)
+                    if trace is not None:
+                        trace.on_tokens(len(text.token_ids), text.finish_reason and text.finish_reason.value)
+                    if log is not None:
+                        log.on_text(event.request_id, event.index, text)
+                    if text.is_stop_string_hit and event.finish_reason is None:
+                        stream.drop(event.request_id, event.index)
+                    yield _delta(event, text, prompt_indices[event.request_id])
 
     def abort(self, label: str) -> None:
-        """Ends every open call with this label; their streams end with finish_reason abort."""
-        for request_id in self._labels.get(label, ()):
-            self.client.abort(request_id)
+        """Ends every open call with this label, of whichever front end; their streams end with finish_reason abort."""
+        if label:
+            self.client.abort_label(label)
 
     def _traced(self, requests: Sequence[Request]) -> AbstractContextManager[CallTrace | None]:
         if self._tracer is None:
@@ -241,67 +316,28 @@ class Service:
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return self._tracer.trace(CallTrace(self.served_model_names[0], requests[0].request_id, requests[0].params, num_prompt_tokens))
 
-    @contextmanager
-    def _labelled(self, label: str, request_ids: Mapping[str, int]) -> Iterator[None]:
-        if not label:
-            yield
-            return
-        ids = self._labels.setdefault(label, set())
-        ids.update(request_ids)
-        try:
-            yield
-        finally:
-            ids.difference_update(request_ids)
-            if not ids:
-                self._labels.pop(label, None)
-
-    @cached_property
-    def _max_token_bytes(self) -> int:
-        return max(len(self.tokenizer.token_bytes(token_id)) for token_id in range(self.tokenizer.max_token_id + 1))
-
-    async def warm_up(self) -> None:
-        """Does ahead of the first request what would otherwise delay it."""
-        await self._in_pool(lambda: self._max_token_bytes)
+    def _logged(self, requests: Sequence[Request]) -> AbstractContextManager[CallLog | None]:
+        return logged(requests, self.tokenizer) if self.config.log_requests else nullcontext()
 
     async def _in_pool[T](self, function: Callable[[], T], size: int = 0) -> T:
         pool = self._long_text_pool if size > LONG_TEXT else self._text_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
-def check_num_sequences(num_prompts: int, n: int = 1) -> None:
-    """Raises InvalidRequest when one call asks for too many; made first of all, so that a list of a million prompts costs nothing."""
-    if num_prompts * n > MAX_SEQUENCES_PER_CALL:
-        raise InvalidRequest(
-            f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; one call may have {MAX_SEQUENCES_PER_CALL}.",
-            param="prompt" if n == 1 else "n",
-        )
+@lru_cache(maxsize=2)
+def _max_token_bytes(tokenizer: Tokenizer) -> int:
+    return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.max_token_id + 1))
 
 
-def _check_num_logprobs(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], vocab_size: int) -> None:
-    """Raises InvalidRequest when whole vocabularies are wanted of too many tokens; the parameters are checked."""
-    outputs = sum(one.n * (one.max_tokens or 0) for one in params)
-    for name, num_tokens in (("logprobs", outputs), ("prompt_logprobs", sum(map(len, prompts)))):
-        asked = getattr(params[0], name) or 0
-        width = vocab_size if asked == -1 else asked
-        if width > FEW_LOGPROBS and num_tokens * width > MAX_MANY_LOGPROBS:
-            raise InvalidRequest(
-                f"{name} asks for {width} values for each of up to {num_tokens} tokens; {MAX_MANY_LOGPROBS} values fit into one call: "
-                f"ask for at most {FEW_LOGPROBS}, or for fewer tokens.",
-                param=name,
-            )
-
-
-def truncate_prompt(token_ids: list[int], limit: int | None, info: EngineInfo, *, side: str = "left") -> list[int]:
-    """The prompt cut to `limit` tokens (-1: as many as leave room for one output token) at its left or right end; None keeps it."""
-    if limit is None:
-        return token_ids
-    if limit == 0 or limit < -1 or limit > info.max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens is {limit}; it must be from 1 to the context of {info.max_model_len}, or -1 for as much as fits.",
-            param="truncate_prompt_tokens",
-        )
-    limit = info.max_model_len - 1 if limit == -1 else limit
-    return token_ids[-limit:] if side == "left" else token_ids[:limit]
+@contextmanager
+def _ending_after(timeout_s: float | None, stream: EventStream) -> Iterator[None]:
+    """Ends the stream's sequences when the time is over."""
+    timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, stream.end)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def _delta(event: TokenEvent, text: TextDelta, prompt_index: int) -> Delta:

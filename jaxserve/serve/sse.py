@@ -1,6 +1,7 @@
 """Answers over a connection that may break: server-sent events, and giving up work when the client is gone.
 
-Knows ASGI and nothing of models. A client that reads slowly holds back only its own answer: `send` waits for its socket.
+Knows ASGI and nothing of models. A client that reads slowly holds back only its own answer: `send` waits for its socket, and
+`http_connection` cuts it when it waits too long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-class EventStream(Response):
+class ServerSentEvents(Response):
     """`data: {json}` lines, then `data: [DONE]`. When the client leaves, the generator is closed.
 
     Args:

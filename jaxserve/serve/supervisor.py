@@ -1,106 +1,51 @@
-"""`jaxserve serve`: starts the engine and the front end as children, says when they serve, and ends them together.
+"""`jaxserve serve`: starts one engine and its front ends, says when they serve, keeps them running, and ends them in order.
 
-Both start at once: the front end waits for the engine's socket while the engine loads. When one dies, the other is ended and the
-exit status says so; when this process dies, however, the kernel ends both (`engine.child_process`). Knows no JAX and no sockets
-but to see early that a port is taken. Next: `engine.__main__`, `serve.__main__`.
+All start at once: the front ends answer that the engine loads until it does. A child that dies is started again at the same address
+(`child.Keeper`), so the others go on; when this process dies, however, the kernel ends all of them (`engine.child_process`). Knows no
+JAX and no requests. Next: `child`, then `engine.__main__` and `serve.__main__`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cgroup import usable_cores
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.engine.child_process import set_up_logging
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import ConfigError
-from jaxserve.serve.server import bind
+from jaxserve.logs import announce, set_up_logging
+from jaxserve.serve import auth, tls
+from jaxserve.serve.child import Keeper, Part
+from jaxserve.serve.ports import held_ports
+from jaxserve.serve.private_directory import private_directory
 from jaxserve.startup_report import changed_settings, curl_line, stage_line, summary
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 15.0
-"""A child that has not ended this long after SIGTERM is killed."""
-
-
-class Child:
-    """One child process and the pipe on which it reports."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process, reports_fd: int) -> None:
-        self.name = name
-        self.process = process
-        self.ready = asyncio.create_task(self._read_reports(reports_fd))
-        """Its facts once it serves; None when it ended before."""
-
-    @classmethod
-    async def start(cls, name: str, command: Sequence[str], orders: Mapping[str, Any]) -> Child:
-        """Starts `command` with the orders as its last argument."""
-        read_fd, write_fd = os.pipe()
-        argument = json.dumps({**orders, "parent_pid": os.getpid(), "report_fd": write_fd})
-        try:
-            # Its own process group: Ctrl-C reaches this process only, which then ends the children in order.
-            process = await asyncio.create_subprocess_exec(*command, argument, pass_fds=(write_fd,), process_group=0)
-        finally:
-            os.close(write_fd)
-        return cls(name, process, read_fd)
-
-    @staticmethod
-    async def _read_reports(fd: int) -> dict[str, Any] | None:
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(fd, "rb", buffering=0)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        try:
-            async for line in reader:
-                report = json.loads(line)
-                if "ready" in report:
-                    facts: dict[str, Any] = report["ready"]
-                    return facts
-                _print(stage_line(*report["stage"]))
-            return None
-        finally:
-            transport.close()
-
-    async def stop(self) -> None:
-        """Asks it to end, then makes it."""
-        if self.process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
-        try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            logger.warning("%s did not end within %g s; killing it", self.name, STOP_TIMEOUT_S)
-            self.kill()
-            await self.process.wait()
-
-    def kill(self) -> None:
-        """Ends it now."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+"""A child that has not ended this long after it should have is killed."""
+HURRY_S = 2.0
+"""A child that has not ended this long after the second signal is killed."""
+CORES_FOR_TWO_FRONT_ENDS = 4
 
 
 def serve(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> int:
-    """Serves until SIGTERM or Ctrl-C; returns the exit status.
+    """Serves until SIGTERM or Ctrl-C; returns the exit status, 0 after either.
 
     Args:
         engine, server: The settings.
         origins: Where each setting that is not a default came from, to be printed.
 
     Raises:
-        ConfigError: A port is taken, or both are one; nothing was started.
+        ConfigError: A port is taken, or something else is wrong that shows at once; nothing was started.
     """
-    set_up_logging()
+    set_up_logging(server.log_format)
     python = [sys.executable, "-m"]
     changes = changed_settings(engine, server, origins)
     return asyncio.run(supervise([*python, "jaxserve.engine"], asdict(engine), [*python, "jaxserve.serve"], server, changes))
@@ -113,84 +58,88 @@ async def supervise(
     server: ServerConfig,
     changes: Sequence[tuple[str, str, str]] = (),
 ) -> int:
-    """Runs the two commands as described above; each gets its orders as one JSON argument. `changes` are printed at the end of start-up."""
-    if server.port == server.grpc_port != 0 and not (server.grpc_only or server.http_only):
-        raise ConfigError(f"--port and --grpc-port are both {server.port}; give HTTP and gRPC different ports.")
-    for is_open, port, flag in ((not server.grpc_only, server.port, "--port"), (not server.http_only, server.grpc_port, "--grpc-port")):
-        if is_open:
-            bind(server.host, port, flag).close()
-    directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))
-    address = f"unix:{directory}/engine.sock"
-    children: list[Child] = []
-    try:
-        stopping = _Stopping(children)
-        engine = await Child.start("the engine", engine_command, {"config": engine_config, "engine_address": address})
-        children.append(engine)
-        front_end = await Child.start("the front end", front_end_command, {"config": asdict(server), "engine_address": address})
-        children.append(front_end)
-        summary_task = asyncio.create_task(_print_summary(engine, front_end, server, changes))
-        try:
-            return await _wait_for_end(children, stopping)
-        finally:
-            summary_task.cancel()
-    finally:
-        for child in reversed(children):  # the front end first: it still answers while the engine is there
-            await child.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    """Runs the commands as described above; each gets its orders as JSON. `changes` are printed at the end of start-up."""
+    tls.check(server)
+    auth.log_warnings(server)
+    with held_ports(server) as held, private_directory() as directory:
+        address = f"unix:{directory}/engine.sock"
+        common = {"engine_address": address, "log_format": server.log_format}
+        limits = {"max_waiting": server.max_waiting, "stall_timeout": server.stall_timeout}
+        engine = Part("the engine", engine_command, {**common, "config": engine_config, "server": limits})
+        orders = {**common, "config": asdict(held), "share_ports": True}
+        environment = {"PROMETHEUS_MULTIPROC_DIR": str(_make(directory / "metrics"))}
+        count = num_front_ends(server)
+        names = ["the front end"] if count == 1 else [f"front end {i + 1}" for i in range(count)]
+        front_ends = [Part(name, front_end_command, orders, environment) for name in names]
+        return await _Supervisor(engine, front_ends, server, changes).run()
 
 
-class _Stopping:
-    """The first SIGTERM or SIGINT asks for an orderly end, the second one kills."""
+def num_front_ends(server: ServerConfig) -> int:
+    """How many front ends there are to be: as told, else two where there are cores enough and the kernel deals out connections."""
+    if server.api_server_count is not None:
+        return server.api_server_count
+    return 2 if sys.platform == "linux" and usable_cores() >= CORES_FOR_TWO_FRONT_ENDS else 1
 
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._children = children
-        self._event = asyncio.Event()
+
+class _Supervisor:
+    """The children of one server from their start to their end."""
+
+    def __init__(self, engine: Part, front_ends: Sequence[Part], server: ServerConfig, changes: Sequence[tuple[str, str, str]]) -> None:
+        self._server = server
+        self._changes = changes
+        self._has_keys = bool(auth.read_keys(server))
+        self._engine = Keeper(engine, server.max_restarts, _print_stage)
+        self._front_ends = [Keeper(part, server.max_restarts, _print_stage) for part in front_ends]
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until a signal (0) or until a child cannot be kept running (its status)."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+        keeping = [asyncio.create_task(keeper.run()) for keeper in (self._engine, *self._front_ends)]
+        others = [asyncio.create_task(self._stop.wait()), asyncio.create_task(self._print_summary())]
+        try:
+            await asyncio.wait({*keeping, others[0]}, return_when=asyncio.FIRST_COMPLETED)
+            return next((task.result() for task in keeping if task.done()), 0)
+        finally:
+            for task in (*keeping, *others):
+                task.cancel()
+            await asyncio.wait({*keeping, *others})
+            # The front ends first, all together: what they still answer needs the engine.
+            await asyncio.gather(*(keeper.stop(self._server.shutdown_timeout + STOP_TIMEOUT_S) for keeper in self._front_ends))
+            await self._engine.stop(STOP_TIMEOUT_S)
 
     def _on_signal(self) -> None:
-        if self._event.is_set():
-            for child in self._children:
-                child.kill()
+        """The first signal asks for an orderly end, the second one cuts it short."""
+        keepers = (*self._front_ends, self._engine)
+        if not self._stop.is_set():
+            announce(f"Stopping, within {self._server.shutdown_timeout:g} s; a second signal ends it at once.")
+            self._stop.set()
+            return
+        for keeper in self._front_ends:
+            keeper.terminate()  # told again, a front end aborts what is open: its clients hear of it
+        for keeper in keepers:
+            asyncio.get_running_loop().call_later(HURRY_S, keeper.kill)
+
+    async def _print_summary(self) -> None:
+        """Prints what is served and where, once all children serve."""
+        await asyncio.wait({keeper.first_ready for keeper in (self._engine, *self._front_ends)})
+        info = EngineInfo(**self._engine.first_ready.result())
+        endpoints = self._front_ends[0].first_ready.result()
+        http = endpoints["http"]
+        addresses = {name: address for name, address in (("HTTP", http), ("gRPC", endpoints["grpc"])) if address}
+        announce(summary(info, addresses, self._changes))
+        if http:
+            name = (*self._server.served_model_name, info.model)[0]
+            announce(f"\nReady. Try:\n\n  {curl_line(http, name, has_keys=self._has_keys)}\n")
         else:
-            _print("Stopping; a second signal ends it at once.")
-        self._event.set()
-
-    async def wait(self) -> None:
-        await self._event.wait()
+            announce("\nReady.")
 
 
-async def _wait_for_end(children: Sequence[Child], stopping: _Stopping) -> int:
-    """Until a signal (0) or until a child has ended (its status)."""
-    ends = {asyncio.create_task(child.process.wait()): child for child in children}
-    stop = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait({*ends, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.done():
-            return 0
-        dead = next(child for end, child in ends.items() if end.done())
-        status = dead.process.returncode or 0
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        logger.error("%s %s; ending the server", dead.name, how)
-        return status if status > 0 else 1
-    finally:
-        for task in (stop, *ends):
-            task.cancel()
+def _print_stage(name: str, seconds: float, detail: str) -> None:
+    announce(stage_line(name, seconds, detail))
 
 
-async def _print_summary(engine: Child, front_end: Child, server: ServerConfig, changes: Sequence[tuple[str, str, str]]) -> None:
-    """Prints what is served and where, once both children serve."""
-    facts, endpoints = await engine.ready, await front_end.ready
-    if facts is None or endpoints is None:
-        return
-    info = EngineInfo(**facts)
-    http = endpoints["http"]
-    _print(summary(info, {name: address for name, address in (("HTTP", http), ("gRPC", endpoints["grpc"])) if address}, changes))
-    if http:
-        _print(f"\nReady. Try:\n\n  {curl_line(http, (*server.served_model_name, info.model)[0])}\n")
-    else:
-        _print("\nReady.")
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _make(directory: Path) -> Path:
+    directory.mkdir(mode=0o700)
+    return directory

@@ -1,7 +1,7 @@
 """Chat messages to the text of a prompt, by the checkpoint's Jinja template, in a sandbox that behaves as transformers' does.
 
-A template is data of strangers: it sees plain values only, cannot reach Python, and is stopped when it runs too long or writes too
-much. What it refuses (`raise_exception`) is the client's error. The result holds its special tokens already, so it is encoded
+A template is data of strangers: it sees plain values only, cannot reach Python, and is stopped when it loops too long or makes or
+writes too much. What it refuses (`raise_exception`) is the client's error. The result holds its special tokens already, so it is encoded
 with `add_special_tokens=False`. Next: `tokenizer`.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,15 +19,20 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_RENDERED_CHARS = 32 * 2**20
 MAX_RENDER_S = 10.0
+MAX_EXPONENT = 1000
 _CONTINUE_MARK = "<|jaxserve-the-final-message-goes-on-here|> "
 """Appended to the final message to find where it ends in the rendered text; the space shows whether the template trims it."""
+
+_deadline: ContextVar[float] = ContextVar("deadline")
+"""When the template that this thread renders must have ended."""
 
 
 def render_chat(
@@ -85,6 +91,38 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, and products that cannot fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`left * right` or `left ** right`; jinja comes here for these operators alone."""
+        if operator == "**" and isinstance(right, int) and abs(right) > MAX_EXPONENT:
+            raise SecurityError(f"the exponent {right} is larger than {MAX_EXPONENT}.")
+        for items, count in ((left, right), (right, left)):
+            if operator == "*" and isinstance(items, Sized) and isinstance(count, int) and len(items) * count > MAX_RENDERED_CHARS:
+                raise SecurityError(f"{len(items)} times {count} is larger than {MAX_RENDERED_CHARS}.")
+        return super().call_binop(context, operator, left, right)
+
+
+def _watched[T](items: Iterable[T]) -> Iterator[T]:
+    """Put around what every loop goes over, as one that writes nothing would never be stopped otherwise."""
+    for item in items:
+        if time.monotonic() > _deadline.get():
+            raise _too_long()
+        yield item
+
+
+def _watch_loops(tree: nodes.Template, environment: jinja2.Environment) -> None:
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = nodes.Filter(loop.iter, "jaxserve_watched", [], [], None, None, lineno=loop.lineno, environment=environment)
+
+
+def _too_long() -> InvalidRequest:
+    return InvalidRequest(f"the chat template ran longer than {MAX_RENDER_S:g} s.", param="messages")
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -100,8 +138,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, s
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.filters["jaxserve_watched"] = _watched
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -110,8 +149,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 @lru_cache(maxsize=64)
 def _compile(source: str) -> _Template:
     try:
-        tree = _environment().parse(source)
-        return _Template(_environment().from_string(source), _iterates_content(tree), _tests_for_string(tree))
+        environment = _environment()
+        tree = environment.parse(source)
+        takes_parts, takes_strings = _iterates_content(tree), _tests_for_string(tree)
+        _watch_loops(tree, environment)
+        return _Template(environment.from_string(tree), takes_parts, takes_strings)
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the chat template has an error: {error}", param="chat_template") from error
 
@@ -223,7 +265,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    deadline = time.monotonic() + MAX_RENDER_S
+    _deadline.set(time.monotonic() + MAX_RENDER_S)
     pieces: list[str] = []
     num_chars = 0
     try:
@@ -232,11 +274,11 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS:
                 raise InvalidRequest(f"the chat template wrote more than {MAX_RENDERED_CHARS} characters.", param="messages")
-            if time.monotonic() > deadline:
-                raise InvalidRequest(f"the chat template ran longer than {MAX_RENDER_S:g} s.", param="messages")
+            if time.monotonic() > _deadline.get():
+                raise _too_long()
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
-    except (ArithmeticError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, OverflowError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"the chat template failed on these messages: {error}", param="messages") from error

@@ -1,5 +1,6 @@
 """A stand-in for the engine that needs no scheduler: each step gives every sequence one token, counting up from its prompt's sum."""
 
+import threading
 import time
 
 import pytest
@@ -8,14 +9,24 @@ from jaxserve.core.events import TokenEvent
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import InvalidRequest
+
+INFO = EngineInfo(
+    model_path="/model", model="counting", model_type="llama", dtype="float32", max_model_len=256, vocab_size=320, eos_token_ids=(1,),
+    num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=64,
+)  # fmt: skip
 
 
 class CountingEngine:
+    info = INFO
+
     def __init__(self) -> None:
         self.open: dict[tuple[str, int], tuple[Request, int]] = {}
         self.num_steps = 0
         self.step_error: Exception | None = None
+        self.gate = threading.Event()  # a step ends only while it is open
+        self.gate.set()
 
     def add(self, request: Request) -> None:
         if len(request.prompt_token_ids) > 100:
@@ -31,9 +42,19 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self.open)
 
+    def stats(self) -> EngineStats:
+        num_running = min(len(self.open), INFO.max_num_seqs)
+        return EngineStats(
+            has_work=self.has_work, num_running=num_running, num_waiting=len(self.open) - num_running, num_steps=self.num_steps
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.open
+
     def step(self) -> list[TokenEvent]:
         self.num_steps += 1
         time.sleep(0.001)
+        assert self.gate.wait(10)
         if self.step_error is not None:
             raise self.step_error
         return [self._advance(key) for key in list(self.open)]
@@ -62,7 +83,4 @@ def engine() -> CountingEngine:
 
 @pytest.fixture(scope="session")
 def engine_info() -> EngineInfo:
-    return EngineInfo(
-        model_path="/model", model="counting", model_type="llama", dtype="float32", max_model_len=256, vocab_size=320, eos_token_ids=(1,),
-        num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=64,
-    )  # fmt: skip
+    return INFO

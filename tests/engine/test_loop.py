@@ -2,7 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.loop import EngineLoop, LoopClient, Output
+from jaxserve.errors import EngineUnavailable, Overloaded
 
 TIMEOUT_S = 10
 
@@ -29,6 +32,13 @@ def loop(engine) -> Iterator[EngineLoop]:
 def connect(loop: EngineLoop) -> tuple[LoopClient, queue.SimpleQueue[Output]]:
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     return loop.connect(outputs.put), outputs
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def tokens_until_done(outputs, num_sequences: int) -> dict[tuple[str, int], list[int]]:
@@ -135,6 +145,22 @@ def test_a_broken_engine_that_cannot_abort_still_ends_in_order(engine, monkeypat
         assert "broken" in output.failure
 
 
+def test_a_client_that_cannot_be_told_does_not_hide_a_failure(engine):
+    def deliver(output: Output) -> None:
+        if output.failure is not None:
+            raise RuntimeError("nobody there")
+
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    loop = EngineLoop(engine, on_failure=failures.put)
+    engine.step_error = ValueError("device lost")
+    clients = [connect(loop), (loop.connect(deliver), None), connect(loop)]
+    clients[0][0].add(request("a"))
+    loop.start()
+    assert failures.get(timeout=TIMEOUT_S) is engine.step_error
+    for _, outputs in (clients[0], clients[2]):
+        assert "device lost" in outputs.get(timeout=TIMEOUT_S).failure
+
+
 def test_stop_ends_open_requests(engine):
     loop = EngineLoop(engine)
     loop.start()
@@ -147,3 +173,97 @@ def test_stop_ends_open_requests(engine):
         last = outputs.get()
     assert last is not None
     assert last.failure == "the engine is shutting down"
+
+
+def test_figures_are_read_while_a_step_hangs(loop, engine):
+    client, outputs = connect(loop)
+    assert loop.stats().has_work is False
+    engine.gate.clear()
+    client.add(request("a", n=2))
+    wait_until(lambda: engine.num_steps == 1)
+    assert loop.stats().has_work
+    before_s = loop.stats().seconds_since_progress
+    client.add(request("b"))
+    stats = loop.stats()
+    assert stats.num_running + stats.num_waiting == 3, "with the one that is still in the inbox"
+    wait_until(lambda: loop.stats().seconds_since_progress > before_s + 0.05)
+    engine.gate.set()
+    tokens_until_done(outputs, 3)
+    wait_until(lambda: not loop.stats().has_work)
+    stats = loop.stats()
+    assert (stats.seconds_since_progress, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.num_steps == engine.num_steps
+
+
+def test_too_many_waiting_sequences_are_refused_at_once(engine):
+    engine.info = replace(engine.info, max_num_seqs=2)
+    loop = EngineLoop(engine, max_waiting=3)
+    loop.start()
+    client, outputs = connect(loop)
+    engine.gate.clear()
+    client.add(request("a", n=4))
+    wait_until(lambda: engine.num_steps == 1)
+    client.add(request("b"))  # the last place; the loop's thread is inside a step, so it lies in the inbox
+    with pytest.raises(Overloaded, match="3 sequences are waiting, 1 more would exceed --max-waiting 3"):
+        client.add(request("c"))
+    engine.gate.set()
+    tokens_until_done(outputs, 5)
+    client.add(request("c"))
+    assert tokens_until_done(outputs, 1) == {("c", 0): [5, 6, 7]}
+    loop.stop(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("how", ["refused", "aborted", "disconnected", "finished"])
+def test_every_end_gives_its_places_back(engine, how):
+    loop = EngineLoop(engine, max_waiting=1)
+    loop.start()
+    client, outputs = connect(loop)
+    client.add(request("a", n=3, max_tokens=3 if how == "finished" else None, prompt=[1] * 101 if how == "refused" else (5,)))
+    if how == "aborted":
+        client.abort("a", 1)
+        client.abort("a")
+    if how == "disconnected":
+        outputs.get(timeout=TIMEOUT_S)
+        client.add(request("b"))
+        client.close()
+        client.add(request("c"))
+    wait_until(lambda: loop._limit.num_open == 0)
+    loop.stop(TIMEOUT_S)
+
+
+def test_abort_by_label_ends_requests_of_all_clients(loop, engine):
+    (one, one_outputs), (two, two_outputs) = connect(loop), connect(loop)
+    for client, name, label in ((one, "a", "x"), (two, "b", "x"), (two, "c", "y"), (two, "d", "")):
+        client.add(replace(request(name, max_tokens=None), label=label))
+    loop.abort_label("")
+    loop.abort_label("x")
+    for outputs in (one_outputs, two_outputs):
+        tokens_until_done(outputs, 1)
+    assert list(engine.open) == [("c", 0), ("d", 0)]
+
+
+def test_a_function_runs_between_two_steps(loop, engine):
+    client, outputs = connect(loop)
+    client.add(request("a", max_tokens=None))
+    outputs.get(timeout=TIMEOUT_S)
+    assert loop.call(lambda: (threading.current_thread().name, len(engine.open))).result(TIMEOUT_S) == ("engine-loop", 1)
+    assert loop.reset_prefix_cache().result(TIMEOUT_S) is False
+    client.abort("a")
+    assert loop.reset_prefix_cache().result(TIMEOUT_S) is True
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 // 0).result(TIMEOUT_S)
+    assert loop.stop(TIMEOUT_S)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        loop.call(lambda: 1).result(TIMEOUT_S)
+
+
+def test_stop_tells_that_the_thread_hangs(engine):
+    loop = EngineLoop(engine)
+    loop.start()
+    client, _ = connect(loop)
+    engine.gate.clear()
+    client.add(request("a"))
+    wait_until(lambda: engine.num_steps == 1)
+    assert loop.stop(0.01) is False
+    engine.gate.set()
+    assert loop.stop(TIMEOUT_S)

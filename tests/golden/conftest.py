@@ -46,7 +46,7 @@ class TinyModel:
         self.runner = ModelRunner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
         self.runner.compile()
 
-    def engine(self, **changes: object) -> Engine:
+    def engine(self, *, async_scheduling: bool = False, **changes: object) -> Engine:
         """An engine with an empty cache; `changes` are fields of SchedulerLimits, host limits only."""
         self.runner.reset()
         shape = self.runner.shape
@@ -60,7 +60,7 @@ class TinyModel:
             vocab_size=self.spec.vocab_size, eos_token_ids=(), num_pages=limits.num_pages, page_size=shape.page_size,
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=limits.max_num_batched_tokens, max_logprobs=-1, has_prompt_logprobs=True,
         )  # fmt: skip
-        return Engine(Scheduler(limits), self.runner, info)
+        return Engine(Scheduler(limits), self.runner, info, async_scheduling=async_scheduling)
 
 
 @functools.cache

@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import pytest
 
+from jaxserve import cgroup
+from jaxserve.cgroup import usable_cores
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner import device as device_module
-from jaxserve.runner.device import choose_dtype, choose_platform, nvidia_driver, report, set_up_device, usable_threads
+from jaxserve.runner.device import choose_dtype, choose_platform, nvidia_driver, report, set_up_device
 
 
 @pytest.fixture
@@ -85,8 +87,8 @@ def test_driver_of_a_machine_and_of_a_container_without_a_gpu(tmp_path: Path, mo
 def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     for quota, expected in ((None, cores), (0.5, 1), (1.9, 1), (1000.0, cores)):
-        monkeypatch.setattr(device_module, "cpu_quota", lambda quota=quota: quota)
-        assert usable_threads() == expected
+        monkeypatch.setattr(cgroup, "cpu_quota", lambda quota=quota: quota)
+        assert usable_cores() == expected
 
 
 THREADS_SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
+from jaxserve.cgroup import cpu_quota, memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import KVGroup, ModelSpec
 from jaxserve.runner import memory
-from jaxserve.runner.cgroup import cpu_quota, memory_headroom
 from jaxserve.runner.memory import (
     GIB,
     Budget,
     MemoryPlan,
+    check_token_budget,
     choose_num_pages,
     kv_budget,
     num_pages_key,
@@ -180,6 +182,22 @@ def test_max_model_len() -> None:
     assert "8,192" in warning
     two_groups = replace(spec, kv_groups=(KVGroup((0,)), KVGroup((1,))))
     assert resolve_max_model_len(CONFIG, two_groups, 101)[0] == 800
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_kv_tokens", "message"),
+    [
+        (None, 100, None),
+        (512, 100, None),
+        (4096, 100_000, None),
+        (4097, 100_000, r"is 4,097, more than a step can use: 4 sequences of 1,024 are 4,096. Give --max-num-batched-tokens 4096 or less"),
+        (10_000_000, 3000, r"is 10,000,000, more than a step can use: all KV pages hold 3,000. Give --max-num-batched-tokens 3000 or less"),
+    ],
+)
+def test_a_budget_that_no_step_can_fill_is_refused(wanted: int | None, num_kv_tokens: int, message: str | None) -> None:
+    config = replace(CONFIG, max_num_batched_tokens=wanted)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_token_budget(config, default=512, max_num_seqs=4, max_model_len=1024, num_kv_tokens=num_kv_tokens)
 
 
 def test_plan_as_a_table() -> None:

@@ -14,7 +14,7 @@ MIXED = StepLayout(Bucket(16, 8, 4, is_decode=False), num_groups=1, page_size=8)
 
 
 def sections(layout, packed):
-    return {n: packed[s.offset : s.offset + int(np.prod(s.shape))].reshape(s.shape) for n, s in layout.sections.items()}
+    return {n: packed[s.offset : s.end].reshape(s.shape) for n, s in layout.sections.items()}
 
 
 def pack(plan, layout=MIXED):
@@ -30,7 +30,8 @@ def row(slot, start, tokens, num_tokens=None, **changes):
 def test_sections_tile_the_packed_array():
     covered = np.zeros(MIXED.size, int)
     for section in MIXED.sections.values():
-        covered[section.offset : section.offset + int(np.prod(section.shape))] += 1
+        covered[section.offset : section.end] += 1
+        assert section.end - section.offset == np.prod(section.shape)
     assert (covered == 1).all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.testing import CountingLoop, solo_output
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -151,3 +152,59 @@ def test_prompt_logprobs_are_not_read_from_the_cache_but_leave_pages_there(make_
     assert serve(loop, "a", PROMPT, prompt_logprobs=1) == 0
     assert serve(loop, "b", PROMPT, prompt_logprobs=1) == 0
     assert serve(loop, "c", PROMPT) == 8
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pages found by each lookup in the prefix cache."""
+    found: list[int] = []
+    find = PrefixCache.find
+
+    def note(self: PrefixCache, *args) -> list[list[int]]:
+        tables = find(self, *args)
+        found.append(len(tables[0]))
+        return tables
+
+    monkeypatch.setattr(PrefixCache, "find", note)
+    return found
+
+
+def test_the_head_of_a_blocked_queue_is_looked_up_once(make_loop, lookups: list[int]) -> None:
+    loop = make_loop(num_pages=9, max_num_batched_tokens=32)
+    loop.add("running", [50] * 12, max_tokens=8)
+    loop.step()
+    loop.add("blocked", PROMPT * 2 + [7] * 8, max_tokens=1)  # 7 pages, of 8 that "running" holds 3 of
+    lookups.clear()
+    for _ in range(7):
+        plan = loop.step()
+        assert not plan.admissions and loop.scheduler.num_waiting == 1
+    assert lookups == [0]
+    loop.step()
+    assert loop.scheduler.num_waiting == 0 and lookups == [0], "the remembered lookup served the admission too"
+
+
+def test_a_blocked_head_is_looked_up_again_when_its_next_page_becomes_known(make_loop, lookups: list[int]) -> None:
+    loop = make_loop(num_pages=9, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    loop.add("running", PROMPT + PROMPT, max_tokens=1)  # computes one of its 5 pages in each step; 3 of the 8 are left
+    loop.step()
+    loop.add("blocked", PROMPT + PROMPT + [7] * 4, max_tokens=1)  # 6 pages: it fits when 3 of them are shared
+    lookups.clear()
+    while loop.scheduler.num_waiting:
+        loop.step()
+        loop.scheduler.check_integrity()
+    assert lookups == [1, 2, 3] and loop.outputs == {}
+    loop.run()
+    assert loop.outputs["blocked", 0].num_cached_tokens == 12
+
+
+def test_a_blocked_head_is_looked_up_again_when_its_pages_are_evicted(make_loop, lookups: list[int]) -> None:
+    loop = make_loop(num_pages=9, max_num_batched_tokens=32)
+    serve(loop, "cold", PROMPT * 2, max_tokens=1)  # 5 pages stay known
+    loop.add("running", [50] * 12, max_tokens=15)  # grows from 3 pages to 7, the last 4 taken from those
+    loop.step()
+    blocked = loop.add("blocked", PROMPT * 2 + [7] * 8, max_tokens=1)
+    lookups.clear()
+    loop.run()
+    assert lookups == [4, 3, 2, 1]
+    assert loop.outputs["blocked", 0].num_cached_tokens == 4
+    assert loop.outputs["blocked", 0].token_ids == solo_output(blocked.prompt_token_ids, blocked.params, max_length=64)[0]

@@ -59,7 +59,7 @@ def test_masked_ids_are_all_that_stop(make_loop) -> None:
 
 def test_logits_that_are_not_finite_end_only_their_sequence(make_loop) -> None:
     loop = make_loop(runner={"poison_token_id": 777})
-    loop.add("bad", [777, 1, 1, 1, 1], max_tokens=3)
+    loop.add("bad", [777, *[1] * 29], max_tokens=3)  # more than a step computes: its first pages are known before the end
     loop.add("good", [5], max_tokens=3)
     loop.run()
     bad = loop.outputs["bad", 0]

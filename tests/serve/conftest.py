@@ -7,9 +7,10 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from jaxserve.engine.link_server import start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.serve.server import FrontEnd
-from jaxserve.testing import CountingRunner
+from jaxserve.testing import CountingRunner, SerialDevice
 from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -46,6 +47,15 @@ class PausableRunner(CountingRunner):
         self.gate.set()
         self.error: Exception | None = None
 
+    @property
+    def step_s(self) -> float:
+        """The pretended duration of a step; may be changed between steps."""
+        return self._device._step_s
+
+    @step_s.setter
+    def step_s(self, value: float) -> None:
+        self._device = SerialDevice(value)
+
     def run(self, plan: Plan):
         assert self.gate.wait(30)
         if self.error is not None:
@@ -55,16 +65,68 @@ class PausableRunner(CountingRunner):
 
 
 @dataclass
+class EngineSide:
+    """What would be the engine's process: it can be lost and come back with empty hands."""
+
+    address: str
+    make: Callable[[], tuple[Engine, PausableRunner]]
+    max_waiting: int = 0
+    failures: list[BaseException] = field(default_factory=list)
+    info_changes: dict[str, Any] = field(default_factory=dict)
+    """Applied when it starts."""
+
+    async def start(self) -> None:
+        self.engine, self.runner = self.make()
+        self.engine.info = replace(self.engine.info, **self.info_changes)
+        self.loop = EngineLoop(self.engine, max_waiting=self.max_waiting, on_failure=self.failures.append)
+        self.loop.start()
+        self._link = await start_link_server(self.loop, self.engine.info, self.address)
+
+    async def stop(self) -> None:
+        await self._link.stop(None)
+        self.runner.gate.set()
+        await asyncio.to_thread(self.loop.stop)
+
+
+@dataclass
 class Server:
-    engine: Engine
-    runner: PausableRunner
+    engine_side: EngineSide
     tokenizer: Tokenizer
     http: str
     grpc: str
-    loop: EngineLoop
     front_end: FrontEnd
     aio_loop: asyncio.AbstractEventLoop
-    engine_failures: list[BaseException] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        return self.engine_side.engine
+
+    @property
+    def runner(self) -> PausableRunner:
+        return self.engine_side.runner
+
+    @property
+    def loop(self) -> EngineLoop:
+        return self.engine_side.loop
+
+    @property
+    def engine_failures(self) -> list[BaseException]:
+        return self.engine_side.failures
+
+    def lose_engine(self) -> None:
+        """As if its process were killed."""
+        asyncio.run_coroutine_threadsafe(self.engine_side.stop(), self.aio_loop).result(30)
+
+    def return_engine(self) -> None:
+        """As if its process were started again; the front end will connect soon after."""
+        asyncio.run_coroutine_threadsafe(self.engine_side.start(), self.aio_loop).result(30)
+
+    def wait_until_ready(self, *, is_ready: bool = True, timeout_s: float = 10.0) -> None:
+        """Until the front end serves calls, or does not any more."""
+        end = time.monotonic() + timeout_s
+        while self.front_end.service.is_ready != is_ready:
+            assert time.monotonic() < end, self.front_end.service.client.why
+            time.sleep(0.005)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=30, **options)
@@ -108,26 +170,28 @@ def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunne
 
 
 @contextmanager
-def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Iterator[Server]:
-    engine, runner = make_engine(model_path, **info)
+def running_server(
+    model_path: Path, socket_directory: Path, *, config: ServerConfig | None = None, max_waiting: int = 0, **info: Any
+) -> Iterator[Server]:
+    config = config or ServerConfig(served_model_name=("counting", "alias"))
+    address = f"unix:{socket_directory}/engine.sock"
+    engine_side = EngineSide(address, lambda: make_engine(model_path, max_waiting=max_waiting, **info), max_waiting)
     started, stop = threading.Event(), asyncio.Event()
     servers: list[Server] = []
 
     async def serve() -> None:
-        failures: list[BaseException] = []
-        loop = EngineLoop(engine, on_failure=failures.append)
-        loop.start()
-        address = f"unix:{socket_directory}/engine.sock"
-        link = await start_link_server(loop, engine.info, address)
-        front_end = FrontEnd(ServerConfig(port=0, grpc_port=0, served_model_name=("counting", "alias")), address)
+        await engine_side.start()
+        front_end = FrontEnd(replace(config, port=0, grpc_port=0), address)
         endpoints = await front_end.start()
+        await front_end.wait_until_ready()
         tokenizer, aio_loop = Tokenizer.from_directory(model_path), asyncio.get_running_loop()
-        servers.append(Server(engine, runner, tokenizer, endpoints.http or "", endpoints.grpc or "", loop, front_end, aio_loop, failures))
+        servers.append(Server(engine_side, tokenizer, endpoints.http or "", endpoints.grpc or "", front_end, aio_loop))
         started.set()
         await stop.wait()
-        await front_end.stop()
-        await asyncio.to_thread(loop.stop)
-        await link.stop(None)
+        hurry = asyncio.Event()
+        hurry.set()
+        await front_end.stop(hurry)
+        await engine_side.stop()
 
     def run() -> None:
         try:
@@ -142,7 +206,7 @@ def running_server(model_path: Path, socket_directory: Path, **info: Any) -> Ite
     try:
         yield servers[0]
     finally:
-        runner.gate.set()
+        engine_side.runner.gate.set()
         servers[0].aio_loop.call_soon_threadsafe(stop.set)
         thread.join(30)
 
@@ -174,3 +238,20 @@ def fresh_server(model_path: Path, tmp_path: Path) -> Iterator[Server]:
     """A server that a test may break."""
     with running_server(model_path, tmp_path / "link", default_sampling_params={"temperature": 0.0, "top_k": 7}) as server:
         yield server
+
+
+@pytest.fixture
+def start_server(model_path: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+    """Starts a server with settings of the test's own: `with start_server(ServerConfig(...)) as server`."""
+    return partial(_start_server, model_path, tmp_path / "link")
+
+
+def _start_server(model_path: Path, directory: Path, config: ServerConfig | None = None, **options: Any) -> AbstractContextManager[Server]:
+    config = replace(config or ServerConfig(), served_model_name=("counting", "alias"))
+    return running_server(model_path, directory, config=config, **options)
+
+
+@pytest.fixture
+def engine_side(model_path: Path, tmp_path: Path) -> EngineSide:
+    """An engine that has not started, for a test with front ends of its own."""
+    return EngineSide(f"unix:{tmp_path}/link/engine.sock", lambda: make_engine(model_path))

@@ -1,5 +1,6 @@
 """`vllm.grpc.engine.VllmEngine` through a real client: chunk rules, defaults, errors, cancel, deadline, health, reflection."""
 
+import asyncio
 import hashlib
 import io
 import json
@@ -15,6 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from jaxserve.config import ServerConfig
+from jaxserve.serve import grpc_messages
+from jaxserve.serve.server import FrontEnd
 
 TIMEOUT_S = 30
 
@@ -89,6 +94,49 @@ def test_zeros_are_defaults(server, stub):
     assert list(response.complete.output_ids[:5]) == server.output_ids([5, 7], 5, seed=3)  # temperature unset: 1
 
 
+def test_optional_fields_left_out_are_the_models_and_plain_zeros_the_protocols(start_server):
+    defaults = {"temperature": 0.0, "max_tokens": 5, "top_p": 0.5, "repetition_penalty": 1.3}
+    with start_server(default_sampling_params=defaults) as server, server.channel() as channel:
+        stub = VllmEngineStub(channel)
+        message = pb.GenerateRequest(
+            tokenized=pb.TokenizedInput(input_ids=[5, 7]), sampling_params=pb.SamplingParams(seed=3, ignore_eos=True)
+        )
+        [response] = list(stub.Generate(message, timeout=TIMEOUT_S))
+        assert list(response.complete.output_ids) == server.output_ids([5, 7], 5)  # greedy: the seed does not matter
+        message.sampling_params.temperature = 1.0
+        message.sampling_params.max_tokens = 7
+        [response] = list(stub.Generate(message, timeout=TIMEOUT_S))
+        assert list(response.complete.output_ids) == server.output_ids([5, 7], 7, seed=3)
+    params = grpc_messages.sampling_params(pb.SamplingParams(), defaults)
+    assert (params.temperature, params.max_tokens, params.top_p, params.repetition_penalty) == (0.0, 5, 1.0, 1.0)
+
+
+def test_n_streams_with_logprobs_interleave_and_each_is_whole(server, stub):
+    responses = generate(stub, n=3, temperature=1.0, seed=9, max_tokens=6, logprobs=1, prompt_logprobs=0, stream=True)
+    expected = {index: server.output_ids([5, 7], 6, seed=9 + index) for index in range(3)}
+    open_indices, order = {0, 1, 2}, []
+    token_ids: dict[int, list[int]] = {index: [] for index in range(3)}
+    for response in responses:
+        kind = response.WhichOneof("response")
+        message = getattr(response, kind)
+        assert message.index in open_indices, "something follows a sequence's complete"
+        if kind == "complete":
+            open_indices.discard(message.index)
+            assert (message.finish_reason, message.prompt_tokens) == ("length", 2)
+            continue
+        order.append(message.index)
+        assert message.HasField("input_logprobs") == (not token_ids[message.index])
+        token_ids[message.index] += message.token_ids
+        logprobs = message.output_logprobs
+        assert list(logprobs.token_ids) == list(message.token_ids)
+        assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(message.token_ids) == message.completion_tokens
+        # The counting model's likeliest token is the one without a seed, a token that is r further on has log-probability -1 - r.
+        assert list(logprobs.token_logprobs) == [-1.0 - (9 + message.index)] * len(message.token_ids)
+        assert [list(top.values) for top in logprobs.top_logprobs] == [[-1.0]] * len(message.token_ids)
+    assert (token_ids, open_indices) == (expected, set())
+    assert order[:6] != sorted(order[:6]), "the sequences came one after another"
+
+
 def test_stop_tokens_and_stop_strings(server, stub):
     expected = server.output_ids([5, 7], 40)
     [by_id] = generate(stub, max_tokens=40, stop_token_ids=[expected[6]])
@@ -158,7 +206,7 @@ def test_requests_without_input_or_with_media_are_invalid(stub):
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
-    server.runner._step_s = 0.05
+    server.runner.step_s = 0.05
     try:
         call = stub.Generate(request(max_tokens=250, stream=stream), timeout=0.4 if how == "deadline" else TIMEOUT_S)
         while not server.engine.scheduler.num_running:
@@ -173,11 +221,11 @@ def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
         server.wait_until_idle(timeout_s=2)
         assert time.monotonic() - start < 1
     finally:
-        server.runner._step_s = 0.0
+        server.runner.step_s = 0.0
 
 
 def test_abort_ends_all_calls_of_that_id_and_no_other(server, stub):
-    server.runner._step_s = 0.02
+    server.runner.step_s = 0.02
     results: dict[str, list[str]] = {}
 
     def run(name: str, request_id: str) -> None:
@@ -194,8 +242,32 @@ def test_abort_ends_all_calls_of_that_id_and_no_other(server, stub):
         for thread in threads:
             thread.join(TIMEOUT_S)
     finally:
-        server.runner._step_s = 0.0
+        server.runner.step_s = 0.0
     assert results == {"a1": ["abort"], "a2": ["abort"], "b": ["length"]}
+
+
+def test_abort_reaches_calls_of_the_other_front_end(engine_side):
+    async def run() -> list[str]:
+        await engine_side.start()
+        engine_side.runner.step_s = 0.02
+        front_ends = [FrontEnd(ServerConfig(grpc_port=0, grpc_only=True), engine_side.address) for _ in range(2)]
+        one, other = [str((await front_end.start()).grpc) for front_end in front_ends]
+        try:
+            for front_end in front_ends:
+                await front_end.wait_until_ready()
+            async with grpc.aio.insecure_channel(one) as channel, grpc.aio.insecure_channel(other) as other_channel:
+                make = VllmEngineStub(channel).Generate
+                streams = [aiter(make(request(max_tokens=20, stream=True, request_id=name), timeout=TIMEOUT_S)) for name in ("a", "b")]
+                for stream in streams:
+                    await anext(stream)
+                await VllmEngineStub(other_channel).Abort(pb.AbortRequest(request_ids=["a"]), timeout=TIMEOUT_S)
+                return [[response async for response in stream][-1].complete.finish_reason for stream in streams]
+        finally:
+            for front_end in front_ends:
+                await front_end.stop()
+            await engine_side.stop()
+
+    assert asyncio.run(run()) == ["abort", "length"]
 
 
 def test_model_info(server, stub):
@@ -232,7 +304,6 @@ def test_health_and_reflection(server, stub):
 def test_rpcs_that_are_not_served_say_so_without_a_traceback(stub, caplog):
     calls = [
         lambda: stub.Embed(pb.EmbedRequest(), timeout=TIMEOUT_S),
-        lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
         lambda: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)),
     ]
     for call in calls:

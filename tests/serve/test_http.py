@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import socket
 import threading
 import time
@@ -234,7 +235,7 @@ def test_no_character_of_a_stream_ends_a_line_for_any_client(server):
 def raw_request(server, method: bytes, path: str, body: bytes = b"", *, headers: bytes = b"") -> bytes:
     host, port = server.http.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
-        sock.sendall(method + b" " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        sock.sendall(method + b" " + path.encode() + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
         sock.sendall(headers + b"Content-Type: application/json\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
         parts = []
         while part := sock.recv(65536):
@@ -388,12 +389,14 @@ def test_unknown_models_are_404_listing_the_served_names(server, client):
     assert client.completions.create(model="alias", prompt="x", max_tokens=1).model == "alias"
 
 
-def test_unknown_fields_and_neutral_values_are_ignored(server):
+def test_unknown_fields_and_neutral_values_are_ignored(server, caplog):
+    caplog.set_level(logging.DEBUG, "jaxserve.serve.openai_types")
     body = {
         "prompt": [5], "max_tokens": 1, "hello": 1, "user": "me", "suffix": None, "best_of": 1, "use_beam_search": False,
         "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "length_penalty": 1.0,
     }  # fmt: skip
     assert post(server, "/v1/completions", body)[0] == 200
+    assert "ignoring unknown fields: 'hello', 'user'" in caplog.messages
 
 
 def test_other_paths_and_methods_and_sizes(server):
@@ -404,7 +407,7 @@ def test_other_paths_and_methods_and_sizes(server):
     assert b"400" in head
     host, port = server.http.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         assert b" 413 " in sock.recv(65536).split(b"\r\n")[0]
     assert_alive(server)
 
@@ -461,10 +464,10 @@ def test_equal_request_ids_are_both_served(server):
 def test_a_disconnect_frees_the_pages(server, is_stream):
     host, port = server.http.removeprefix("http://").split(":")
     body = json.dumps({"prompt": [5, 7], "max_tokens": 250, "ignore_eos": True, "n": 2, "seed": 1, "stream": is_stream}).encode()
-    server.runner._step_s = 0.05
+    server.runner.step_s = 0.05
     try:
         sock = socket.create_connection((host, int(port)), timeout=30)
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
         if is_stream:
             assert sock.recv(100)
         else:
@@ -475,7 +478,7 @@ def test_a_disconnect_frees_the_pages(server, is_stream):
         server.wait_until_idle(timeout_s=2)
         assert time.monotonic() - start < 1
     finally:
-        server.runner._step_s = 0.0
+        server.runner.step_s = 0.0
 
 
 def test_a_failed_step_is_an_error_for_what_ran_and_the_server_goes_on(fresh_server):
@@ -489,7 +492,7 @@ def test_a_failed_step_is_an_error_for_what_ran_and_the_server_goes_on(fresh_ser
 
 def test_an_error_within_a_stream_is_its_last_event(fresh_server):
     server = fresh_server
-    server.runner._step_s = 0.02
+    server.runner.step_s = 0.02
     with server.client() as client:
         stream = client.completions.create(model="counting", prompt=[5], max_tokens=200, stream=True, extra_body={"ignore_eos": True})
         next(stream)
@@ -531,8 +534,8 @@ def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
     ],
 )
 def test_whole_vocabularies_are_limited(fresh_server, monkeypatch, fields, param):
-    monkeypatch.setattr("jaxserve.serve.service.MAX_MANY_LOGPROBS", 1000)  # 3 tokens of 320
-    client = fresh_server.front_end._client
-    client.info = dataclasses.replace(client.info, max_logprobs=-1)
+    monkeypatch.setattr("jaxserve.serve.call_limits.MAX_MANY_LOGPROBS", 1000)  # 3 tokens of 320
+    client = fresh_server.front_end.client
+    client._info = dataclasses.replace(client.info, max_logprobs=-1)
     status, answer = post(fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5} | fields)
     assert (status, answer["error"]["param"] if param else None) == (400 if param else 200, param), answer

@@ -1,4 +1,4 @@
-"""Engine and front end as processes: start, signals, deaths on either side, busy ports, and no JAX in a front end."""
+"""A server as processes: start, deaths and restarts of each kind of child, signals, and what a front end and a process list hold."""
 
 import json
 import os
@@ -7,30 +7,97 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
+import openai
 import psutil
 import pytest
-from openai import OpenAI
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from jaxserve.engine import link_pb2, link_pb2_grpc
+from jaxserve.serve.private_directory import sweep
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30
+KEY = "sk-secret-of-the-test"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SCRIPT = """
 import asyncio, json, sys
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
+from jaxserve.logs import set_up_logging
 from jaxserve.serve.supervisor import supervise
-engine, model, port, grpc_port = sys.argv[1:]
-config = ServerConfig(port=int(port), grpc_port=int(grpc_port))
+engine, model, settings = sys.argv[1:]
+config = ServerConfig(**json.loads(settings))
+set_up_logging(config.log_format)
 try:
     sys.exit(asyncio.run(supervise([sys.executable, engine], {"model": model}, [sys.executable, "-m", "jaxserve.serve"], config)))
 except ConfigError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 """
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def solo_tokens(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the CountingRunner gives, as a person would compute it."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append((sum(ids) + len(ids)) % 320)
+    return ids[len(prompt) :]
+
+
+def connect(address: str) -> grpc.Channel:
+    """A connection of its own, made."""
+    channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+    grpc.channel_ready_future(channel).result(TIMEOUT_S)
+    return channel
+
+
+class Call(threading.Thread):
+    """A streaming gRPC call."""
+
+    def __init__(self, channel: grpc.Channel, prompt: list[int], num_tokens: int = 200) -> None:
+        super().__init__(daemon=True)
+        self.expected = solo_tokens(prompt, num_tokens)
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+        self.error: grpc.RpcError | None = None
+        params = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=prompt), sampling_params=params, stream=True)
+        self._responses = VllmEngineStub(channel).Generate(request)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for response in self._responses:
+                if response.HasField("chunk"):
+                    self.token_ids += response.chunk.token_ids
+                else:
+                    self.finish_reason = response.complete.finish_reason
+        except grpc.RpcError as error:
+            self.error = error
+
+    def wait(self) -> None:
+        self.join(TIMEOUT_S)
+        assert not self.is_alive()
 
 
 class Running:
@@ -42,28 +109,76 @@ class Running:
         return self.log.read_text()
 
     def wait_for(self, pattern: str) -> str:
-        end = time.monotonic() + TIMEOUT_S
-        while not (match := re.search(pattern, self.text())):
-            assert time.monotonic() < end and self.process.poll() is None, self.text()
-            time.sleep(0.02)
-        return match[1]
+        def look() -> re.Match[str] | None:
+            assert self.process.poll() is None, self.text()
+            return re.search(pattern, self.text())
 
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=self.wait_for(r"(http://127\.0\.0\.1:\d+)") + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+        try:
+            return until(look, pattern)[1]
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
 
-    def child(self, part: str) -> psutil.Process:
-        [child] = [child for child in psutil.Process(self.process.pid).children() if part in " ".join(child.cmdline())]
+    @property
+    def http(self) -> str:
+        return self.wait_for(r"HTTP +(http://127\.0\.0\.1:\d+)")
+
+    @property
+    def grpc(self) -> str:
+        return self.wait_for(r"gRPC +(127\.0\.0\.1:\d+)")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+    def status(self, path: str) -> int:
+        """Of a GET over a new connection; 0 when it cannot be made."""
+        try:
+            with DIRECT.open(self.http + path, timeout=TIMEOUT_S) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+        except OSError:
+            return 0
+
+    def health(self) -> int:
+        with grpc.insecure_channel(self.grpc) as channel:
+            try:
+                return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status
+            except grpc.RpcError:
+                return 0
+
+    def stats(self) -> link_pb2.EngineStats:
+        [path] = self.log.parent.glob("jaxserve-*/engine.sock")
+        with grpc.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            return link_pb2_grpc.EngineLinkStub(channel).GetStats(link_pb2.GetStatsRequest(), timeout=5)
+
+    def completes(self) -> bool:
+        with self.client() as client:
+            answer = client.completions.create(model="counting", prompt=[5, 7], max_tokens=3, temperature=0)
+        return answer.usage.completion_tokens == 3
+
+    def children(self, part: str = "") -> list[psutil.Process]:
+        return [child for child in psutil.Process(self.process.pid).children() if part in " ".join(child.cmdline())]
+
+    def engine(self) -> psutil.Process:
+        [child] = self.children("counting_engine")
         return child
+
+    def num_connections(self, front_end: psutil.Process) -> int:
+        """gRPC connections of clients."""
+        port = int(self.grpc.rpartition(":")[2])
+        return sum(one.laddr.port == port and one.status == "ESTABLISHED" for one in front_end.net_connections("tcp"))
 
     def wait(self) -> int:
         return self.process.wait(TIMEOUT_S)
 
 
 @contextmanager
-def serving(model_path: Path, log: Path, *, port: int = 0, grpc_port: int = 0, **environment: str) -> Iterator[Running]:
-    command = [sys.executable, "-c", SCRIPT, str(ROOT / "tests/serve/counting_engine.py"), str(model_path), str(port), str(grpc_port)]
-    # A killed supervisor leaves its socket's directory behind: where the test's other files are.
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent), **environment}
+def serving(model_path: Path, directory: Path, environment: dict[str, str] | None = None, **settings: Any) -> Iterator[Running]:
+    settings = {"port": 0, "grpc_port": 0, "api_server_count": 1, "log_format": "text"} | settings
+    command = [sys.executable, "-c", SCRIPT, str(ROOT / "tests/serve/counting_engine.py"), str(model_path), json.dumps(settings)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory), **(environment or {})}
+    log = directory / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(command, stderr=stream, stdout=stream, env=variables, text=True)
     try:
@@ -74,82 +189,221 @@ def serving(model_path: Path, log: Path, *, port: int = 0, grpc_port: int = 0, *
 
 
 def test_it_serves_without_jax_and_ends_in_order(model_path, tmp_path):
-    with serving(model_path, tmp_path / "log") as server:
-        answer = server.client().completions.create(model="counting", prompt=[5, 7], max_tokens=3, temperature=0)
-        assert answer.usage.completion_tokens == 3
+    with serving(model_path, tmp_path) as server:
+        assert server.completes()
         assert re.search(r"weights +0\.25 s +none", server.text())
         curl = server.wait_for(r"(curl .*)\n")
         assert '"object":"text_completion"' in subprocess.run(curl, shell=True, capture_output=True, text=True, check=True).stdout
-        maps = Path(f"/proc/{server.child('jaxserve.serve').pid}/maps").read_text()
+        [front_end] = server.children("jaxserve.serve")
+        maps = Path(f"/proc/{front_end.pid}/maps").read_text()
         assert "jaxlib" not in maps
-        children = psutil.Process(server.process.pid).children()
+        children = server.children()
         assert len(children) == 2
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert "Stopping;" in server.text()
+        assert "Stopping" in server.text()
         assert not any(child.is_running() for child in children), server.text()
-
-
-def test_a_front_end_imports_no_jax():
-    code = "import json, sys, jaxserve.serve.__main__, jaxserve.serve.supervisor; print(json.dumps(list(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
-    loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
-    assert not loaded & {"jax", "jaxlib", "torch", "transformers"}
-
-
-@pytest.mark.parametrize(("victim", "name"), [("counting_engine", "the engine"), ("jaxserve.serve", "the front end")])
-def test_a_dead_child_ends_the_other_with_a_message(model_path, tmp_path, victim, name):
-    with serving(model_path, tmp_path / "log") as server:
-        server.client()
-        children = psutil.Process(server.process.pid).children()
-        server.child(victim).kill()
-        assert server.wait() == 1
-        assert f"{name} was killed by SIGKILL" in server.text()
-        assert not any(child.is_running() for child in children)
         assert not list(tmp_path.glob("jaxserve-*"))
 
 
-def test_killing_the_parent_ends_the_children(model_path, tmp_path):
-    with serving(model_path, tmp_path / "log") as server:
-        server.client()
-        children = psutil.Process(server.process.pid).children()
+def test_the_calls_of_a_killed_front_end_free_their_pages_and_others_go_on(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2) as server, ExitStack() as stack:
+        server.wait_for("(Ready)")
+        front_ends = server.children("jaxserve.serve")
+        channels: dict[psutil.Process, grpc.Channel] = {}
+        while len(channels) < 2:  # which front end gets a connection is the kernel's choice
+            before = {child: server.num_connections(child) for child in front_ends}
+            channel = stack.enter_context(connect(server.grpc))
+            [owner] = [child for child in front_ends if server.num_connections(child) > before[child]]
+            channels[owner] = channel
+        victim, survivor = front_ends
+        lost = [Call(channels[victim], [3 + i, 7]) for i in range(3)]
+        kept = [Call(channels[survivor], [30 + i, 7]) for i in range(2)]
+        until(lambda: all(call.token_ids for call in lost + kept), "tokens")
+        assert server.stats().num_running == 5
+        victim.kill()
+        until(lambda: server.stats().num_running == 2, "the dead one's sequences end", timeout_s=1)
+        assert server.stats().num_used_pages <= 2 * 256 // 16
+        assert all(call.is_alive() for call in kept)
+        for call in lost:
+            call.wait()
+            assert call.error is not None and call.error.code() == grpc.StatusCode.UNAVAILABLE
+        for call in kept:
+            call.wait()
+            assert call.error is None
+            assert call.token_ids == call.expected
+        assert server.stats().num_used_pages == 0
+        assert re.search(r"front end \d was killed by SIGKILL; restart 1 of at most 5 follows in 0\.5 s", server.text())
+        server.wait_for(r"(front end \d) serves again")
+        assert len(server.children("jaxserve.serve")) == 2
+        assert server.completes()
+
+
+def test_a_killed_engine_fails_what_is_open_with_a_clear_error_and_comes_back(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2) as server, connect(server.grpc) as channel:
+        assert server.completes()
+        assert server.status("/ready") == 200
+        assert server.health() == health_pb2.HealthCheckResponse.SERVING
+        call = Call(channel, [3, 7])
+        with server.client() as client:
+            chunks = client.completions.create(model="counting", prompt=[9, 7], max_tokens=200, stream=True)
+            next(iter(chunks))
+            until(lambda: call.token_ids, "tokens")
+            server.engine().kill()
+            with pytest.raises(openai.APIError, match="engine"):
+                list(chunks)
+        call.wait()
+        assert call.error is not None
+        assert call.error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "engine" in call.error.details()
+        until(lambda: server.status("/ready") == 503, "/ready drops")
+        until(lambda: server.health() == health_pb2.HealthCheckResponse.NOT_SERVING, "gRPC health drops")
+        assert server.status("/live") == 200
+        with pytest.raises(openai.InternalServerError, match="503"):
+            server.completes()
+        assert "the engine was killed by SIGKILL; restart 1 of at most 5 follows in 0.5 s" in server.text()
+        server.wait_for("(the engine serves again)")
+        is_serving = health_pb2.HealthCheckResponse.SERVING
+        # Each question reaches one of the two front ends: eight good answers in a row are both of them's.
+        until(lambda: all(server.status("/ready") == 200 and server.health() == is_serving for _ in range(8)), "ready again")
+        assert server.completes()
+
+
+def test_an_engine_that_hangs_is_started_again(model_path, tmp_path):
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_STEP_S": "60"}, stall_timeout=1) as server, connect(server.grpc) as channel:
+        call = Call(channel, [3, 7])
+        call.wait()
+        assert call.error is not None
+        assert call.error.code() == grpc.StatusCode.UNAVAILABLE
+        server.wait_for("(the engine ended with status 1; restart 1 of at most 5)")
+        assert "run" in server.text()  # the stacks tell where it hung
+        server.wait_for("(the engine serves again)")
+        until(lambda: server.status("/ready") == 200, "ready again")
+
+
+def test_killing_the_supervisor_leaves_no_process_and_no_port(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2, api_key=[KEY]) as server:
+        server.wait_for("(Ready)")
+        ports = [int(address.rpartition(":")[2]) for address in (server.http, server.grpc)]
+        children = server.children()
+        # Where every user of the machine could read them.
+        assert not any(KEY in " ".join(child.cmdline()) for child in children)
+        assert KEY not in server.text()
         server.process.kill()
         gone, alive = psutil.wait_procs(children, timeout=5)
-        assert len(gone) == 2
+        assert len(gone) == 3
         assert not alive
+        for port in ports:
+            socket.create_server(("127.0.0.1", port)).close()
+        assert list(tmp_path.glob("jaxserve-*"))
+        server.process.wait()
+        sweep(tmp_path)  # as the next start does
+        assert not list(tmp_path.glob("jaxserve-*"))
+
+
+def test_sigterm_lets_open_calls_end_and_refuses_new_ones(model_path, tmp_path):
+    with serving(model_path, tmp_path) as server, connect(server.grpc) as channel:
+        call = Call(channel, [3, 7])
+        until(lambda: call.token_ids, "tokens")
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.status("/ready") in (0, 503), "/ready drops")
+        refused = Call(channel, [4, 7])
+        refused.wait()
+        assert refused.error is not None
+        assert refused.error.code() == grpc.StatusCode.UNAVAILABLE
+        call.wait()
+        assert call.token_ids == call.expected
+        assert call.finish_reason == "length"
+        assert server.wait() == 0
+
+
+def test_what_has_not_ended_within_the_shutdown_timeout_is_aborted(model_path, tmp_path):
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_STEP_S": "0.2"}, shutdown_timeout=0.5) as server, connect(server.grpc) as channel:
+        call = Call(channel, [3, 7])
+        until(lambda: call.token_ids, "tokens")
+        server.process.send_signal(signal.SIGINT)
+        call.wait()
+        assert call.error is None
+        assert call.finish_reason == "abort"
+        assert server.wait() == 0
+
+
+def test_a_second_signal_ends_it_at_once(model_path, tmp_path):
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_STEP_S": "0.2"}) as server, connect(server.grpc) as channel:
+        call = Call(channel, [3, 7])
+        until(lambda: call.token_ids, "tokens")
+        children = server.children()
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("(Stopping)")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 0
+        assert not any(child.is_running() for child in children)
+        call.wait()
+        assert call.finish_reason == "abort"
+
+
+def test_restarts_used_up_end_the_server(model_path, tmp_path):
+    with serving(model_path, tmp_path, max_restarts=1) as server:
+        server.wait_for("(Ready)")
+        server.engine().kill()
+        server.wait_for("(the engine serves again)")
+        children = server.children()
+        server.engine().kill()
+        assert server.wait() == 1
+        assert "after 1 restarts in 10 minutes (--max-restarts 1); ending the server" in server.text()
+        assert not any(child.is_running() for child in children)
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
 def test_a_busy_port_ends_the_start_naming_the_flag(model_path, tmp_path, flag):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        ports = {"port": port} if flag == "--port" else {"grpc_port": port}
-        with serving(model_path, tmp_path / "log", **ports) as server:
+        with serving(model_path, tmp_path, **{flag.strip("-").replace("-", "_"): port}) as server:
             assert server.wait() == 2
             assert f"{flag} {port} on 127.0.0.1 cannot be used" in server.text()
 
 
-def test_one_port_for_both_doors_is_refused_at_once(model_path, tmp_path):
-    with serving(model_path, tmp_path / "log", port=8123, grpc_port=8123) as server:
+@pytest.mark.parametrize("setting", ["ssl_certfile", "api_key_file"])
+def test_a_missing_file_ends_the_start_before_anything_is_started(model_path, tmp_path, setting):
+    with serving(model_path, tmp_path, **{setting: str(tmp_path / "missing")}) as server:
         assert server.wait() == 2
-        assert "--port and --grpc-port are both 8123" in server.text()
+        assert server.text().startswith(f"--{setting.replace('_', '-')} {tmp_path / 'missing'} cannot be read: No such file or directory")
 
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_status(model_path, tmp_path):
-    with serving(model_path, tmp_path / "log", COUNTING_ENGINE_FAILS="1") as server:
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_FAILS": "1"}) as server:
         assert server.wait() == 2
         assert "no such model" in server.text()
 
 
 def test_sigterm_ends_a_server_that_is_still_starting(model_path, tmp_path):
-    with serving(model_path, tmp_path / "log", COUNTING_ENGINE_HANGS="1") as server:
-        end = time.monotonic() + TIMEOUT_S
-        while len(children := psutil.Process(server.process.pid).children()) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        time.sleep(2)  # the front end has its signal handlers now
+    with serving(model_path, tmp_path, {"COUNTING_ENGINE_HANGS": "1"}) as server:
+        children = until(lambda: len(found := server.children()) == 2 and found, "two children")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert not any(child.is_running() for child in children), server.text()
+
+
+def test_metrics_are_the_totals_of_all_front_ends_and_log_lines_are_json(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2, log_format="json") as server:
+        server.wait_for("(Ready)")
+
+        def ended() -> list[float]:
+            """Ask over several connections, so that both answer."""
+            counts = []
+            for _ in range(6):
+                with DIRECT.open(f"{server.http}/metrics", timeout=TIMEOUT_S) as answer:
+                    [count] = re.findall(rb'jaxserve:request_success_total\{.*finished_reason="length".*\} (\S+)', answer.read())
+                    counts.append(float(count))
+            return counts
+
+        assert all(server.completes() for _ in range(8))
+        assert ended() == [8] * 6
+        victim = server.children("jaxserve.serve")[0]
+        victim.kill()
+        server.wait_for(r"(front end \d) serves again")
+        assert server.completes()
+        assert ended() == [9] * 6
+        lines = [json.loads(line) for line in server.text().splitlines()]
+    assert {"time", "level", "logger", "message", "process"} <= set.intersection(*map(set, lines))
+    assert len({line["process"] for line in lines}) >= 2

@@ -16,7 +16,7 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     tracer = Tracer("unused", exporter)
     original = server_module.Service
-    monkeypatch.setattr(server_module, "Service", lambda client, tokenizer, names, _: original(client, tokenizer, names, tracer))
+    monkeypatch.setattr(server_module, "Service", lambda client, config, _: original(client, config, tracer))
 
     def finished():
         tracer._provider.force_flush()
@@ -55,6 +55,7 @@ def test_grpc(spans, fresh_server):
         request = pb.GenerateRequest(request_id="a", tokenized=pb.TokenizedInput(input_ids=[5, 6]))
         request.sampling_params.max_tokens = 3
         request.sampling_params.n = 2
+        request.sampling_params.temperature = 1
         request.sampling_params.ignore_eos = True
         list(fresh_server.stub(channel).Generate(request, metadata=(("traceparent", TRACEPARENT),)))
         (span,) = spans()

@@ -129,6 +129,11 @@ def test_environment_is_like_transformers() -> None:
         "{% for %}",
         "{% include 'x' %}",
         "{{ range(10**9) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ [0] * 10**10 }}",
+        "{{ 10**10 * messages }}",
+        "{% set n = 10**9 %}{{ 'a' * n }}",
+        "{{ 9**99999 }}",
     ],
 )
 def test_bad_templates_are_refused(source: str) -> None:
@@ -145,6 +150,20 @@ def test_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RENDER_S", 0.05)
     with pytest.raises(InvalidRequest, match="longer than"):
         render(endless)
+    for silent in (
+        "{% set many = range(99999) %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{% for b in range(99999) %}{% endfor %}{% endmacro %}{% for a in range(99999) %}{% set x = f() %}{% endfor %}",
+    ):
+        with pytest.raises(InvalidRequest, match="longer than"):
+            render(silent)
+
+
+def test_watched_loops_are_loops_as_before() -> None:
+    assert render("{% for a in range(3) %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}") == "1/3,2/3,3/3"
+    assert render("{% for a in nothing %}x{% else %}none{% endfor %}") == "none"
+    assert render("{% for k, v in {'a': 1}.items() if v %}{{ k }}{{ loop.first }}{% endfor %}") == "aTrue"
+    assert render("{% for a in [[1], 2] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}") == "12"
+    assert render("{{ 2 * 3 }}{{ 'ab' * 2 }}{{ 2 ** 3 }}{{ 2 ** 0.5 > 1 }}") == "6abab8True"
 
 
 def test_continue_final_message() -> None:

@@ -1,14 +1,24 @@
-"""What the container allows this process: CPU quota and memory, from cgroup v2 or v1. Plain file reading; knows no JAX.
+"""What the machine and the container allow this process: CPU cores and memory, from cgroup v2 or v1. Plain file reading; knows no JAX.
 
-A limit may stand at any level above the process, so all of them are read. Next: `runner.device` (threads) and `runner.memory`.
+A limit may stand at any level above the process, so all of them are read. Next: `runner.device` (threads), `runner.memory` and
+`serve.supervisor` (front ends).
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 MOUNT = "sys/fs/cgroup"
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on, or its container's quota where that is less: as many threads are worth starting."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -1,0 +1,60 @@
+"""What the engine process makes of its orders."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from jaxserve.engine import build
+from jaxserve.engine.info import EngineInfo
+
+main_module = importlib.import_module("jaxserve.engine.__main__")
+
+
+class Reports:
+    """In place of the pipe to the supervisor."""
+
+    def __init__(self, fd: int) -> None:
+        self.facts: dict[str, Any] = {}
+
+    def stage(self, name: str, seconds: float, detail: str = "") -> None:
+        pass
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+
+
+@pytest.mark.parametrize(("max_waiting", "expected"), [(None, 4 * 8), (5, 5)])
+def test_limits_come_from_the_orders_or_the_engine(
+    engine, engine_info: EngineInfo, monkeypatch: pytest.MonkeyPatch, max_waiting: int | None, expected: int
+) -> None:
+    reports = Reports(0)
+    orders = {
+        "config": {"model": "m", "async_scheduling": False},
+        "server": {"max_waiting": max_waiting, "stall_timeout": 7.0},
+        "engine_address": "unix:/x",
+        "report_fd": 0,
+    }
+    served: dict[str, Any] = {}
+
+    def run_engine_process(engine: Any, info: EngineInfo, address: str, on_ready: Any, **options: Any) -> int:
+        served.update(info=info, address=address, **options)
+        on_ready()
+        return 0
+
+    def build_engine(config: Any, stage: Any) -> Any:
+        assert (config.model, config.async_scheduling) == ("m", False)
+        return engine
+
+    engine.close = lambda: served.update(is_closed=True)
+    monkeypatch.setattr(main_module, "read_orders", lambda: orders)
+    monkeypatch.setattr(main_module, "Reports", lambda fd: reports)
+    monkeypatch.setattr(main_module, "run_engine_process", run_engine_process)
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    assert main_module.main() == 0
+    assert served["info"].max_waiting == expected
+    assert (served["address"], served["stall_timeout_s"], served["is_closed"]) == ("unix:/x", 7.0, True)
+    assert reports.facts == asdict(engine_info) | {"max_waiting": expected}
