@@ -1,8 +1,9 @@
-"""Every llama golden checkpoint converts: tensors equal to an independent reader's, GGUF by the logits it must give."""
+"""Golden checkpoints convert: tensors equal to an independent reader's, fused ones taken apart, GGUF by the logits it must give."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,24 +14,65 @@ from tokenizers import Tokenizer
 
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.tensors import logical_tensors
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-DIRECTORIES = sorted(path.name for path in GOLDEN.glob("llama*") if (path / "config.json").exists())
+DIRECTORIES = sorted(path.name for path in GOLDEN.glob("llama*") if path.name != "llama4-text" and (path / "config.json").exists())
 GGUF = sorted(path.parent.name for path in GOLDEN.glob("*/*.gguf"))
+
+
+def source_tensors(name: str) -> dict[str, np.ndarray]:
+    source = {}
+    for file in (GOLDEN / name).glob("model*.safetensors"):
+        with safe_open(file, framework="numpy") as opened:
+            source |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return source
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_tensors_equal_the_source(name, converted):
     checkpoint = open_checkpoint(converted(name))
-    source = {}
-    for file in (GOLDEN / name).glob("model*.safetensors"):
-        with safe_open(file, framework="numpy") as opened:
-            source |= {key.removeprefix("model."): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    assert set(checkpoint.names) == set(source)
-    for key, value in source.items():
-        stored = checkpoint.read(key)
+    source, entries = source_tensors(name), checkpoint.manifest.tensors
+    assert sorted(entry.source for entry in entries.values()) == sorted(source)
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    for key, entry in entries.items():
+        stored, value = checkpoint.read(key), source[entry.source]
+        assert key == re.sub("input_layernorm|post_attention_layernorm", lambda m: norms[m[0]], entry.source.removeprefix("model."))
         assert stored.dtype == value.dtype and stored.shape == value.shape
         np.testing.assert_array_equal(stored.view(np.uint8), value.view(np.uint8))
+
+
+FUSED = {
+    # Rows: queries, keys, values; gate, up.
+    ("phi3", "layers.1.self_attn.q_proj.weight"): ("model.layers.1.self_attn.qkv_proj.weight", lambda w: w[:32]),
+    ("phi3", "layers.1.self_attn.v_proj.weight"): ("model.layers.1.self_attn.qkv_proj.weight", lambda w: w[-16:]),
+    ("phi3", "layers.0.mlp.up_proj.weight"): ("model.layers.0.mlp.gate_up_proj.weight", lambda w: w[w.shape[0] // 2 :]),
+    # The input axis first; thirds of the columns.
+    ("gpt2", "layers.0.self_attn.k_proj.weight"): ("transformer.h.0.attn.c_attn.weight", lambda w: np.split(w, 3, 1)[1].T),
+    ("gpt2", "layers.0.self_attn.k_proj.bias"): ("transformer.h.0.attn.c_attn.bias", lambda b: np.split(b, 3)[1]),
+    ("gpt2", "layers.1.mlp.down_proj.weight"): ("transformer.h.1.mlp.c_proj.weight", lambda w: w.T),
+    # Each of 2 heads' query, key and value together.
+    ("gpt-neox", "layers.1.self_attn.v_proj.weight"): (
+        "gpt_neox.layers.1.attention.query_key_value.weight",
+        lambda w: np.concatenate([head[2 * len(head) // 3 :] for head in np.split(w, 2)]),
+    ),
+    # One tensor of all experts, the input axis first, gate and up in turns.
+    ("gpt-oss", "layers.1.mlp.experts.2.up_proj.weight"): ("model.layers.1.mlp.experts.gate_up_proj", lambda w: w[2, :, 1::2].T),
+    ("gpt-oss", "layers.1.mlp.experts.3.gate_proj.bias"): ("model.layers.1.mlp.experts.gate_up_proj_bias", lambda b: b[3, ::2]),
+    ("gpt-oss", "layers.0.mlp.experts.1.down_proj.weight"): ("model.layers.0.mlp.experts.down_proj", lambda w: w[1].T),
+    ("granitemoe", "layers.0.mlp.experts.3.up_proj.weight"): (
+        "model.layers.0.block_sparse_moe.input_linear.weight",
+        lambda w: w[3, w.shape[1] // 2 :],
+    ),
+}
+"""(folder, logical name): the source tensor, and the part of it that must be there."""
+
+
+@pytest.mark.parametrize(("name", "key"), FUSED, ids=lambda value: value)
+def test_fused_tensors_are_taken_apart(name, key, converted):
+    checkpoint, (source, part) = open_checkpoint(converted(name)), FUSED[name, key]
+    assert checkpoint.manifest.tensors[key].source == source
+    np.testing.assert_array_equal(checkpoint.read(key), part(source_tensors(name)[source]))
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -102,7 +144,7 @@ def test_orbax_restores_the_whole_tree(converted):
 def test_both_config_spellings_name_the_same_tensors(name):
     specs = [resolve_spec(json.loads((GOLDEN / name / file).read_text())) for file in ("config.json", "config.legacy.json")]
     assert specs[0] == specs[1]
-    assert family_of(specs[0]).tensors(specs[0]) == family_of(specs[1]).tensors(specs[1])
+    assert logical_tensors(family_of(specs[0]), specs[0]) == logical_tensors(family_of(specs[1]), specs[1])
 
 
 def llama_logits(weights: dict[str, np.ndarray], config: dict, token_ids: list[int]) -> np.ndarray:
@@ -125,7 +167,7 @@ def llama_logits(weights: dict[str, np.ndarray], config: dict, token_ids: list[i
     x = weights["embed_tokens.weight"][token_ids]
     for i in range(config["num_hidden_layers"]):
         layer = f"layers.{i}."
-        h = norm(x, layer + "input_layernorm.weight")
+        h = norm(x, layer + "attention_norm.weight")
         q, k, v = (h @ weights[f"{layer}self_attn.{p}_proj.weight"].T for p in "qkv")
         q, k, v = rotate(q.reshape(count, heads, dim)), rotate(k.reshape(count, kv_heads, dim)), v.reshape(count, kv_heads, dim)
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
@@ -135,7 +177,7 @@ def llama_logits(weights: dict[str, np.ndarray], config: dict, token_ids: list[i
         scores /= scores.sum(-1, keepdims=True)
         attended = np.einsum("nts,snh->tnh", scores, v).reshape(count, -1)
         x = x + attended @ weights[layer + "self_attn.o_proj.weight"].T
-        h = norm(x, layer + "post_attention_layernorm.weight")
+        h = norm(x, layer + "mlp_norm.weight")
         gate = h @ weights[layer + "mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ weights[layer + "mlp.up_proj.weight"].T)) @ weights[layer + "mlp.down_proj.weight"].T
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])

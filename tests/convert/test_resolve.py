@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint import FORMAT_VERSION, open_checkpoint
 from jaxserve.convert import convert, resolve
 from jaxserve.convert.resolve import resolve_model
 from jaxserve.errors import CheckpointError
@@ -86,7 +86,7 @@ def test_unreadable_cache_entry_is_made_again(broken, conversions):
     # Left by a process that was killed.
     shutil.copytree(path, path.parent / f".{path.name}.tmp-1")
     assert resolve_model(source) == path and len(conversions) == 2
-    assert open_checkpoint(path).manifest.format_version == 1
+    assert open_checkpoint(path).manifest.format_version == FORMAT_VERSION
     assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
 
 

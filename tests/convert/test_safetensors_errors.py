@@ -125,7 +125,9 @@ def test_multimodal_wrapper_is_its_text_model(broken, prefix):
     edit_tensors(source, change)
     convert(source, source.parent / "converted")
     checkpoint = open_checkpoint(source.parent / "converted")
-    assert {name.removeprefix("model.") for name in original} == set(checkpoint.names)
+    assert {entry.source.removeprefix(prefix).removeprefix("model.") for entry in checkpoint.manifest.tensors.values()} == {
+        name.removeprefix("model.") for name in original
+    }
     assert sum(ignored.count for ignored in checkpoint.manifest.ignored) == 2
     np.testing.assert_array_equal(checkpoint.read("norm.weight"), original["model.norm.weight"])
     assert checkpoint.eos_token_ids == {1}

@@ -15,11 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.arrays import AttentionInputs, KVPages
+from jaxserve.convert.match import match_tensors
+from jaxserve.convert.read_safetensors import read_directory
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import load_model, merge_model, split_model
 from jaxserve.models.registry import family_of, resolve_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.models.tensors import logical_tensors
+from jaxserve.models.tensors import ignored_patterns, logical_tensors
 
 PAGE_SIZE = 8
 PAGES_PER_ROW = 12
@@ -39,49 +41,42 @@ class Golden:
         """What a converted checkpoint would give."""
         return self.tensors[name]
 
-    def model(self, dtype: Any = jnp.float32) -> Decoder:
-        """The model with the oracle's attention."""
-        return load_model(self.spec, self.read, dtype, attention="reference")
-
-
-def logical_tensors(spec: ModelSpec, source: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Source tensors under their logical names, found as conversion finds them."""
-    found = {}
-    for tensor in logical_tensors(family_of(spec), spec):
-        names = [name for name in tensor.sources if name in source]
-        assert names or tensor.is_optional, tensor.name
-        if names:
-            found[tensor.name] = source[names[0]]
-    return found
+    def model(self, dtype: Any = jnp.float32, attention: str | None = "reference") -> Decoder:
+        """The model, with the oracle's attention unless another is named."""
+        return load_model(self.spec, self.read, dtype, attention=attention)
 
 
 @pytest.fixture(scope="session")
 def golden(golden_dir: Path) -> Callable[..., Golden]:
-    """Loads a golden folder by name; `overrides` change its config."""
+    """Loads a golden folder by name, its tensors found as conversion finds them; `overrides` change its config."""
 
     def load(name: str, **overrides: Any) -> Golden:
         folder = golden_dir / name
-        spec = resolve_spec(json.loads((folder / "config.json").read_text()) | overrides)
-        source: dict[str, np.ndarray] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            source |= load_file(path)
+        source = read_directory(folder)
+        spec = resolve_spec({**source.config, **overrides})
+        family = family_of(spec)
+        pairs, _ = match_tensors(logical_tensors(family, spec), source.tensors, ignored_patterns(family, spec))
+        tensors = {wanted.name: tensor.read_rows(0, tensor.shape[0]) for wanted, tensor in pairs}
         expected = json.loads((folder / "expected.json").read_text())
         arrays = load_file(folder / "expected.safetensors")
         logits = [arrays[f"logits_{i}"] for i in range(len(expected["prompts"]))]
-        return Golden(spec, logical_tensors(spec, source), expected["prompts"], logits, expected)
+        return Golden(spec, tensors, expected["prompts"], logits, expected)
 
     return load
 
 
 class SequenceRun:
-    """Runs one sequence step by step in row 0 of two; row 1 is padding. Its pages are in a scrambled order.
+    """Runs one sequence step by step in row 0 of two; row 1 is padding. Its pages, of each group its own, are in a scrambled order.
 
     A step of one token is a decode step (T = B = 2); a longer one is padded to 64 tokens.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-        self.page_table = np.random.default_rng(0).permutation(np.arange(1, 2 * PAGES_PER_ROW))[:PAGES_PER_ROW].astype(np.int32)
+        num_groups = len(model.spec.kv_groups)
+        self.num_pages = 2 * PAGES_PER_ROW * num_groups
+        pages = np.random.default_rng(0).permutation(np.arange(1, self.num_pages, dtype=np.int32))
+        self.page_tables = pages[: PAGES_PER_ROW * num_groups].reshape(num_groups, PAGES_PER_ROW)
         model_def, self.weights = split_model(model)
 
         def step(is_decode: bool, weights: Any, tokens: jax.Array, ctx: AttentionInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
@@ -95,8 +90,8 @@ class SequenceRun:
     def start(self, rope_length: int = 0) -> None:
         """Begins a new sequence, admitted at `rope_length` tokens, in pages that hold NaN: no token may read one unwritten."""
         spec = self.model.spec
-        num_kv_heads, head_dim = spec.page_shape
-        shape = (2 * PAGES_PER_ROW, 2, num_kv_heads, PAGE_SIZE, head_dim)
+        num_parts, num_kv_heads, head_dim = spec.page_shape
+        shape = (self.num_pages, num_parts, num_kv_heads, PAGE_SIZE, head_dim)
         self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_page_arrays))
         self.length, self.rope_length = 0, rope_length
 
@@ -110,11 +105,11 @@ class SequenceRun:
         return AttentionInputs(
             row_start=jnp.array([0, num_tokens, num_tokens], jnp.int32),
             kv_length=jnp.array([end, 0], jnp.int32),
-            page_tables=jnp.array(np.stack([self.page_table, np.zeros_like(self.page_table)])[:, None]),
+            page_tables=jnp.array(np.stack([self.page_tables, np.zeros_like(self.page_tables)])),
             token_row=jnp.array(np.where(is_real, 0, 2), jnp.int32),
             position=jnp.array(position),
             rope_length=jnp.full(size, self.rope_length, jnp.int32),
-            write_page=jnp.array(np.where(is_real, self.page_table[position // PAGE_SIZE], 0), jnp.int32)[None],
+            write_page=jnp.array(np.where(is_real, self.page_tables[:, position // PAGE_SIZE], 0), jnp.int32),
             write_offset=jnp.array(position % PAGE_SIZE),
         )
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.models.load import load_model, merge_model, split_model
 from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.tensors import logical_tensors
 
 # Sizes whose products are all different, so that a weight is known by its number of elements. Heads 9 over 3, head dim 8.
 CONFIG = {
@@ -34,7 +35,7 @@ ALLOWED = {"parameter", "bitcast", "get-tuple-element", "tuple", "while"}
 def compiled_step(is_tied: bool, dtype: Any, sequence_run: Any, num_tokens: int) -> tuple[Any, list[jax.Array], jax.Array]:
     """The compiled step, its weights and one page array."""
     spec = resolve_spec(CONFIG | {"tie_word_embeddings": is_tied})
-    shapes = {tensor.name: tensor.shape for tensor in family_of(spec).tensors(spec)}
+    shapes = {tensor.name: tensor.shape for tensor in logical_tensors(family_of(spec), spec)}
     model = load_model(spec, lambda name: jnp.ones(shapes[name], jnp.float32), dtype, attention="xla")
     run = sequence_run(model)
     model_def, weights = split_model(model)
@@ -65,7 +66,7 @@ def test_no_weight_or_page_array_is_copied(dtype: str, is_tied: bool, num_tokens
     step, weights, pages = compiled_step(is_tied, jnp.dtype(dtype), sequence_run, num_tokens)
     hlo = step.as_text()
     weight_sizes = {leaf.size for leaf in weights if leaf.ndim > 1}
-    assert len(weight_sizes) == 5  # qkv, out, gate_up, down, and the embedding which is of the head's size
+    assert len(weight_sizes) == 5  # qkv, out, gate and up, down, and the embedding which is of the head's size
     offending = Counter((kind, size) for kind, size in operations(hlo) if size in weight_sizes and kind not in ALLOWED)
     assert not offending
     # The scatter and the fusion that wraps it write in place: the donated array is the result.

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxserve.models.decoder import DecoderLayer
-from jaxserve.models.load import load_model
 from pallas_kernels import dispatch
 
 FOLDERS = (
@@ -58,7 +57,7 @@ def test_every_attention_implementation(name: str, golden: Callable[..., Any], s
     if (reason := dispatch.available()[name]) is not None:
         pytest.skip(reason)
     case = golden("llama3-rope")
-    run = sequence_run(load_model(case.spec, case.read, jnp.float32, attention=name))
+    run = sequence_run(case.model(attention=name))
     prompt = case.prompts[2]
     np.testing.assert_allclose(np.concatenate([run.feed(prompt[:20]), run.feed(prompt[20:])]), case.logits[2], **TOLERANCE)
 
@@ -89,9 +88,9 @@ def test_activation_changes_the_logits(activation: str, golden: Callable[..., An
 
 def test_a_missing_head_is_the_embedding(golden: Callable[..., Any], sequence_run: Any) -> None:
     case = golden("llama-tied-missing-head", tie_word_embeddings=False)
-    assert not case.spec.is_tied and "lm_head.weight" not in case.tensors
+    assert not case.spec.head.is_tied and "lm_head.weight" not in case.tensors
     model = case.model()
-    assert model.spec.is_tied
+    assert model.spec.head.is_tied
     run = sequence_run(model)
     np.testing.assert_allclose(run.feed(case.prompts[0]), case.logits[0], **TOLERANCE)
 

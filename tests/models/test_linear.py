@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxserve.models.linear import linear
-from jaxserve.models.norm import RMSNorm
 
 
 @pytest.mark.parametrize("out", [(6,), (2, 3), (3, 4, 5)])
@@ -34,16 +33,3 @@ def test_a_wider_weight_widens_the_product_only() -> None:
     x, weight = jnp.ones((2, 3), jnp.float16), jnp.array([[1.0, 2.0**-13, 0.0]], jnp.float32)
     assert linear(x, weight).dtype == jnp.float16
     np.testing.assert_array_equal(linear(x, weight, out_dtype=jnp.float32), 1.0 + 2.0**-13)
-
-
-def test_rms_norm_by_hand() -> None:
-    norm = RMSNorm(jnp.array([2.0, -1.0]), eps=0.5)
-    # Mean square of (3, 4) is 12.5; with eps 13.
-    np.testing.assert_allclose(norm(jnp.array([[3.0, 4.0]])), [[2 * 3 / 13**0.5, -4 / 13**0.5]], rtol=1e-6)
-
-
-def test_rms_norm_of_large_float16_does_not_overflow() -> None:
-    norm = RMSNorm(jnp.ones(4, jnp.float16), eps=1e-6)
-    out = norm(jnp.full((1, 4), 6e4, jnp.float16))
-    assert out.dtype == jnp.float16
-    np.testing.assert_allclose(out.astype(jnp.float32), 1.0, rtol=1e-3)

@@ -14,6 +14,7 @@ import pytest
 from jaxserve.errors import CheckpointError
 from jaxserve.models.load import load_model, merge_model, split_model, storage_dtype
 from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.tensors import logical_tensors
 
 
 def test_fused_weights_hold_each_part_at_its_place(golden: Callable[..., Any]) -> None:
@@ -28,7 +29,7 @@ def test_fused_weights_hold_each_part_at_its_place(golden: Callable[..., Any]) -
             np.testing.assert_array_equal(qkv[kv_head, head], q[row : row + 6])
         np.testing.assert_array_equal(qkv[kv_head, 3], k[kv_head * 6 : kv_head * 6 + 6])
         np.testing.assert_array_equal(qkv[kv_head, 4], v[kv_head * 6 : kv_head * 6 + 6])
-    gate_up = np.asarray(layer.mlp.gate_up[...])
+    gate_up = np.asarray(layer.mlp.inner[...])
     assert gate_up.shape == (2, 80, 54)
     np.testing.assert_array_equal(gate_up[0], case.tensors["layers.1.mlp.gate_proj.weight"])
     np.testing.assert_array_equal(gate_up[1], case.tensors["layers.1.mlp.up_proj.weight"])
@@ -80,7 +81,7 @@ def test_a_wrong_shape_is_named(golden: Callable[..., Any]) -> None:
 def test_the_host_holds_about_one_layer_beside_the_model() -> None:
     config = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024, "vocab_size": 64, "num_hidden_layers": 12}
     spec = resolve_spec({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config})
-    shapes = {tensor.name: tensor.shape for tensor in family_of(spec).tensors(spec)}
+    shapes = {tensor.name: tensor.shape for tensor in logical_tensors(family_of(spec), spec)}
     tracemalloc.start()
     try:
         model = load_model(spec, lambda name: np.zeros(shapes[name], np.float32), jnp.float32)

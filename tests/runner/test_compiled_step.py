@@ -14,6 +14,7 @@ import pytest
 from jaxserve.core.buckets import Buckets
 from jaxserve.models.load import load_model
 from jaxserve.models.registry import family_of, resolve_spec
+from jaxserve.models.tensors import logical_tensors
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 
 # SmolLM2-135M's widths with two layers: enough for XLA to choose as it does for all thirty.
@@ -28,7 +29,7 @@ NUM_PAGES = 160
 
 def make_runner(dtype, buckets, attention, num_pages=NUM_PAGES):
     spec = resolve_spec(json.loads(json.dumps(CONFIG)))
-    shapes = {tensor.name: tensor.shape for tensor in family_of(spec).tensors(spec)}
+    shapes = {tensor.name: tensor.shape for tensor in logical_tensors(family_of(spec), spec)}
     model = load_model(spec, lambda name: np.zeros(shapes[name], np.float32), dtype, device=jax.devices()[0], attention=attention)
     shape = RunnerShape(buckets=buckets, num_pages=num_pages, page_size=16, max_model_len=512, max_penalty_slots=4)
     return ModelRunner(model, spec, shape, kv_dtype=dtype, device=jax.devices()[0])
@@ -48,7 +49,7 @@ def test_no_weight_or_page_array_is_copied_or_converted(dtype, is_decode):
     bucket = next(b for b in buckets.all() if b.is_decode is is_decode)
     compiled = runner.lower(bucket)().compile()
     spec = runner.spec
-    pages = NUM_PAGES * 2 * math.prod(spec.page_shape) * 16
+    pages = NUM_PAGES * math.prod(spec.page_shape) * 16
     weights = {w.size for w in runner._weights if w.ndim > 1}
     # Not every array of that many elements is a weight, but none of the step's own arrays has as many.
     too_large = [(size, op) for size, op in moved_shapes(compiled.as_text()) if size == pages or size in weights]

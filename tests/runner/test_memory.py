@@ -17,7 +17,7 @@ from jaxserve.cgroup import cpu_quota, memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
-from jaxserve.models.spec import KVGroup, ModelSpec
+from jaxserve.models.spec import ModelSpec
 from jaxserve.runner import memory
 from jaxserve.runner.memory import (
     GIB,
@@ -45,6 +45,13 @@ def llama(**changes: Any) -> ModelSpec:
     return resolve_spec(config)
 
 
+def windowed(spec: ModelSpec, layers: range) -> ModelSpec:
+    """The spec with a window in some of its layers."""
+    plain = spec.layers[0]
+    other = replace(plain, attention=replace(plain.attention, window=128))
+    return replace(spec, layers=tuple(other if i in layers else plain for i in range(spec.num_layers)))
+
+
 class FakeGPU:
     platform = "gpu"
     device_kind = "Card"
@@ -65,7 +72,8 @@ def test_page_bytes_by_hand() -> None:
     # SmolLM2's pages: 30 layers x (keys, values) x 3 heads x 16 tokens x 64 x 2 bytes.
     assert page_bytes(llama(), 16, jnp.bfloat16) == 30 * 2 * 3 * 16 * 64 * 2
     # Two groups of 15 layers share 15 arrays.
-    spec = replace(llama(), kv_groups=(KVGroup(tuple(range(15))), KVGroup(tuple(range(15, 30)), window=128)))
+    spec = windowed(llama(), range(15, 30))
+    assert [group.num_layers for group in spec.kv_groups] == [15, 15]
     assert page_bytes(spec, 16, jnp.float32) == 15 * 2 * 3 * 16 * 64 * 4
 
 
@@ -180,8 +188,7 @@ def test_max_model_len() -> None:
     assert longer == 9000
     assert warning is not None
     assert "8,192" in warning
-    two_groups = replace(spec, kv_groups=(KVGroup((0,)), KVGroup((1,))))
-    assert resolve_max_model_len(CONFIG, two_groups, 101)[0] == 800
+    assert resolve_max_model_len(CONFIG, windowed(spec, range(15)), 101)[0] == 800
 
 
 @pytest.mark.parametrize(
