@@ -69,7 +69,8 @@ def _shapes(spec: ModelSpec) -> Shapes:
             yield from norm_shapes(f"layers.{i}.{name}", spec.norm, d)
         latent = isinstance(layer.attention, LatentAttentionSpec)
         yield from (_latent_attention if latent else _attention)(f"layers.{i}.self_attn.", layer.attention, d)
-        yield from (_moe if isinstance(layer.mlp, MoESpec) else _mlp)(f"layers.{i}.mlp.", layer.mlp, d)
+        prefix = f"layers.{i}.mlp."
+        yield from _moe(prefix, layer.mlp, d) if isinstance(layer.mlp, MoESpec) else _mlp(prefix, layer.mlp, d)
     yield from norm_shapes("norm", spec.norm, d)
     if not spec.head.is_tied:
         yield "lm_head.weight", (vocab, d)
@@ -100,12 +101,12 @@ def _attention(prefix: str, spec: AttentionSpec, d: int) -> Shapes:
         yield from _linear(prefix + "gate_proj", query, d, spec.has_qkv_bias)
     yield from _linear(prefix + "o_proj", d, query, spec.has_out_bias)
     if spec.qk_norm is not None:
-        shapes = {
+        shapes: dict[str, list[tuple[int, ...]]] = {
             "head": [(spec.head_dim,)] * 2,
             "heads": [(spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)],
             "all": [(query,), (kv,)],
-        }.get(spec.qk_norm.scope, [])
-        for name, shape in zip(("q_norm", "k_norm"), shapes, strict=False):
+        }
+        for name, shape in zip(("q_norm", "k_norm"), shapes.get(spec.qk_norm.scope, []), strict=False):
             yield from norm_shapes(prefix + name, spec.qk_norm.norm, *shape)
     if spec.has_sinks:
         yield prefix + "sinks", (spec.num_heads,)

@@ -43,6 +43,13 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
     return {**names, **{k.replace(".weight", ".bias"): v.replace(".weight", ".bias") for k, v in names.items()}}
 
 
+def attention_of(spec: ModelSpec) -> AttentionSpec:
+    """The attention of all layers, where they have the same heads, of which fused tensors are made."""
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    return attention
+
+
 class Config:
     """A text model's config over the defaults of its config class, with the sizes that all families read."""
 
@@ -90,14 +97,17 @@ class Config:
 
     def attention(self, rope: RopeSpec | None, **options: Any) -> AttentionSpec:
         """Attention of the config's sizes; the scale is H ** -0.5 unless given."""
-        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        sizes: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         return AttentionSpec(**sizes | {"rope": rope, "scale": self.head_dim**-0.5} | options)
 
     def mlp(self, **options: Any) -> MLPSpec:
         """A gated MLP of the config's size and activation."""
-        size = self.size("intermediate_size") if "size" not in options else 0
-        kind = config_values.activation(self.values) if "activation" not in options else ""
-        return MLPSpec(**{"size": size, "activation": kind} | options)
+        sizes: dict[str, Any] = {}
+        if "size" not in options:
+            sizes["size"] = self.size("intermediate_size")
+        if "activation" not in options:
+            sizes["activation"] = config_values.activation(self.values)
+        return MLPSpec(**sizes | options)
 
     def moe(self, **options: Any) -> MoESpec:
         """A mixture of experts of the config's sizes and activation."""

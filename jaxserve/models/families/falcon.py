@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.families.common import Config, with_biases
+from jaxserve.models.families.common import Config, attention_of, with_biases
 from jaxserve.models.spec import BlockSpec, Cut, Family, LayerSpec, ModelSpec, NormSpec
 
 _DEFAULTS = {
@@ -37,7 +37,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Mapping[str, str | tuple[str, Cut]]:
     """Falcon's names; the fused matrix is [K, G + 2, H, D], of each kv head: its queries, key, value."""
-    attention, d, every = spec.layers[0].attention, spec.hidden_size, slice(None)
+    attention, d, every = attention_of(spec), spec.hidden_size, slice(None)
     k, g, h = attention.num_kv_heads, attention.num_query_groups, attention.head_dim
     has_two = spec.block.is_parallel and not spec.block.has_shared_norm
     result: dict[str, str | tuple[str, Cut]] = with_biases(

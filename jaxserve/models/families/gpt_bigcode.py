@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.families import gpt2
-from jaxserve.models.families.common import Config, with_biases
+from jaxserve.models.families.common import Config, attention_of, with_biases
 from jaxserve.models.spec import Cut, EmbeddingSpec, Family, LayerSpec, ModelSpec, NormSpec
 
 
@@ -26,7 +26,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Mapping[str, str | tuple[str, Cut]]:
     """GPT-2's names; with one kv head the fused matrix is queries, key, value, else [N, 3, H, D]."""
-    attention, d = spec.layers[0].attention, spec.hidden_size
+    attention, d = attention_of(spec), spec.hidden_size
     n, h = attention.num_heads, attention.head_dim
     result: dict[str, str | tuple[str, Cut]] = {
         **gpt2.NAMES,

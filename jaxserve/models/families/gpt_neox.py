@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.families.common import LLAMA_NORMS, Config, with_biases
+from jaxserve.models.families.common import LLAMA_NORMS, Config, attention_of, with_biases
 from jaxserve.models.spec import BlockSpec, Cut, Family, LayerSpec, ModelSpec, NormSpec
 
 _DEFAULTS = {
@@ -31,7 +31,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Mapping[str, str | tuple[str, Cut]]:
     """GPT-NeoX' names; the fused matrix is [N, 3, H, D]."""
-    attention, d = spec.layers[0].attention, spec.hidden_size
+    attention, d = attention_of(spec), spec.hidden_size
     n, h, every = attention.num_heads, attention.head_dim, slice(None)
     result: dict[str, str | tuple[str, Cut]] = {
         "embed_tokens.weight": "embed_in.weight",

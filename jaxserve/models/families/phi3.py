@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.families.common import LLAMA_NORMS, Config
+from jaxserve.models.families.common import LLAMA_NORMS, Config, attention_of
 from jaxserve.models.spec import Cut, Family, LayerSpec, ModelSpec, NormSpec
 
 _DEFAULTS = {
@@ -24,7 +24,7 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Mapping[str, str | tuple[str, Cut]]:
     """Llama's, with the parts of the fused matrices as rows of them."""
-    attention, d = spec.layers[0].attention, spec.hidden_size
+    attention, d = attention_of(spec), spec.hidden_size
     query, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     result: dict[str, str | tuple[str, Cut]] = {**LLAMA_NORMS}
     for name, start, stop in (("q", 0, query), ("k", query, query + kv), ("v", query + kv, query + 2 * kv)):
