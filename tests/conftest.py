@@ -23,12 +23,17 @@ def golden_real_dir() -> Path:
     return DATA / "golden_real"
 
 
-@pytest.fixture(scope="session")
-def demo_gguf() -> Path:
-    """The demo model's GGUF file, fetched to where `scripts/serve` keeps it."""
-    command = [ROOT / "scripts" / "fetch_demo_model", ROOT / "checkpoints" / ".download"]
+def fetch(model: str) -> Path:
+    """A real model's GGUF file, fetched to where `scripts/serve` keeps the demo model's."""
+    command = [ROOT / "scripts" / "fetch_demo_model", ROOT / "checkpoints" / ".download", model]
     fetched = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Path(fetched.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's GGUF file."""
+    return fetch("smollm2")
 
 
 @pytest.fixture(scope="session")
@@ -39,4 +44,15 @@ def demo_model(demo_gguf: Path) -> Path:
     converted = ROOT / "checkpoints" / "smollm2-135m-instruct"
     if not (converted / "manifest.json").exists():
         convert(demo_gguf, converted)
+    return converted
+
+
+@pytest.fixture(scope="session")
+def gemma3_model() -> Path:
+    """Gemma 3 270M, converted."""
+    from jaxserve.convert import convert
+
+    converted = ROOT / "checkpoints" / "gemma-3-270m"
+    if not (converted / "manifest.json").exists():
+        convert(fetch("gemma3"), converted)
     return converted

@@ -113,7 +113,7 @@ def _tokenizer_config(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": {str(i): {"content": tokens[i], **_FLAGS, "special": i in special} for i in sorted(special | defined)},
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.get("llama.context_length"),
+        "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
         "add_bos_token": adds["bos"],
         "add_eos_token": adds["eos"],
     }

@@ -31,19 +31,20 @@ def match_tensors(
         CheckpointError: Names all missing, wrongly shaped and unexpected tensors.
     """
     pairs: list[tuple[TensorSpec, SourceTensor]] = []
-    missing = []
+    missing: dict[str, None] = {}
     for spec in wanted:
         source = next((tensors[name] for name in spec.sources if name in tensors), None)
         if source is not None:
             pairs.append((spec, source))
         elif not spec.is_optional:
-            missing.append(f"{spec.name} {list(spec.shape)}")
+            # Once for all parts of a fused tensor, by the name that the source most likely lacks it under.
+            missing[f"{spec.sources[0]} {list(_source_shape(spec))}"] = None
     wrong = [f"{tensor.name} is {list(tensor.shape)}, not {list(wanted)}" for tensor, wanted in _wrong_shapes(pairs)]
     used = {source.name for _, source in pairs}
     unexpected, ignored = _account([tensor for name, tensor in tensors.items() if name not in used], ignored_patterns)
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {listed(missing)}")
+        problems.append(f"{len(missing)} missing: {listed(list(missing))}")
     if wrong:
         problems.append(f"{len(wrong)} of another shape than the config says: {listed(wrong)}")
     if unexpected:
@@ -55,8 +56,12 @@ def match_tensors(
 
 def _wrong_shapes(pairs: Sequence[tuple[TensorSpec, SourceTensor]]) -> list[tuple[SourceTensor, tuple[int, ...]]]:
     """Source tensors of another shape than wanted, each once, with the shape wanted."""
-    wanted = {source.name: (source, spec.shape if spec.cut is None else spec.cut.source_shape) for spec, source in pairs}
+    wanted = {source.name: (source, _source_shape(spec)) for spec, source in pairs}
     return [(source, shape) for source, shape in wanted.values() if source.shape != shape]
+
+
+def _source_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.shape if spec.cut is None else spec.cut.source_shape
 
 
 def cut_out(spec: TensorSpec, source: SourceTensor) -> SourceTensor:

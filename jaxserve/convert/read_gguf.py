@@ -1,19 +1,23 @@
 """Reads a GGUF file as a Hugging Face checkpoint: config, tokenizer, and tensors dequantized row by row.
 
-llama files keep the rows of q and k in an interleaved order (pairs of rotated dimensions are adjacent); here they are put back
-into Hugging Face's order (first halves, then second halves). Knows no model beyond that; go on to `match.py`.
+What llama.cpp's conversion changed is changed back: rows of q and k in an interleaved order (pairs of rotated dimensions are
+adjacent) are put into Hugging Face's (first halves, then second halves), norm weights that had one added lose it, and stacks of experts
+are taken apart. Which architecture has which is in `gguf_names.py`; go on to `match.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxserve.convert.gguf_config import ROPE_FREQS, generation_config, hugging_face_name, llama_config
+from jaxserve.convert.gguf_config import ROPE_TENSORS, generation_config, hugging_face_config
 from jaxserve.convert.gguf_file import GGUFTensor, read_gguf_file
+from jaxserve.convert.gguf_names import LAYOUTS, Layout, layer_part
 from jaxserve.convert.gguf_tokenizer import tokenizer_files
 from jaxserve.convert.source import Source, SourceTensor, listed
 from jaxserve.errors import CheckpointError
@@ -31,19 +35,20 @@ def read_gguf(path: Path) -> Source:
     """
     metadata, tensors = read_gguf_file(path)
     _check_types(path, tensors)
-    divisors = tensors.pop(ROPE_FREQS, None)
-    freq_divisors = [] if divisors is None else divisors.read_rows(0, divisors.shape[0]).astype(np.float64).tolist()
-    config = llama_config(metadata, {name: tensor.shape for name, tensor in tensors.items()}, freq_divisors)
+    rope_tensors = {name: tensors.pop(name) for name in ROPE_TENSORS if name in tensors}
+    factors = {name: tensor.read_rows(0, tensor.shape[0]).tolist() for name, tensor in rope_tensors.items()}
+    config = hugging_face_config(metadata, {name: tensor.shape for name, tensor in tensors.items()}, _shortest(factors))
     config["dtype"] = _compute_dtype(tensors)
     small_files = tokenizer_files(metadata, vocab_size=config["vocab_size"])
     small_files["generation_config.json"] = json.dumps(generation_config(metadata), indent=2).encode()
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    converted = {}
-    for tensor in tensors.values():
-        kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") and tensor.name.count(".") == 3 else ""
-        result = _permuted(tensor, heads[kind]) if kind in heads else _plain(tensor)
-        converted[result.name] = result
+    layout = LAYOUTS[metadata["general.architecture"]]
+    converted = {source.name: source for tensor in tensors.values() for source in _sources(tensor, layout, config)}
     return Source("gguf", (path,), config, converted, small_files)
+
+
+def _shortest(factors: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The shortest decimal form of each value that was stored in 32 bits, which is what the original config said."""
+    return {name: [float(str(np.float32(value))) for value in values] for name, values in factors.items()}
 
 
 def _check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
@@ -68,12 +73,30 @@ def _compute_dtype(tensors: Mapping[str, GGUFTensor]) -> str:
     return {"F16": "float16", "F32": "float32", "F64": "float32"}.get(main, "bfloat16")
 
 
-def _plain(tensor: GGUFTensor) -> SourceTensor:
-    name = hugging_face_name(tensor.name)
+def _sources(tensor: GGUFTensor, layout: Layout, config: Mapping[str, Any]) -> Iterator[SourceTensor]:
+    """The tensor as Hugging Face has it: one, or one for each expert of a stack."""
+    part = layer_part(tensor.name.rpartition(".")[0])[1]
+    if layout.expert_name(tensor.name, 0) is not None:
+        for expert in range(tensor.shape[0]):
+            offset, row_bytes = tensor.offset + expert * tensor.row_bytes, tensor.row_bytes // tensor.shape[1]
+            one = replace(tensor, shape=tensor.shape[1:], offset=offset, row_bytes=row_bytes)
+            yield _plain(one, layout.expert_name(tensor.name, expert) or "")
+        return
+    source = _plain(tensor, layout.hugging_face_name(tensor.name))
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if layout.is_interleaved and part in heads:
+        yield _permuted(tensor, source, heads[part])
+    elif layout.is_norm_offset and tensor.name.endswith("norm.weight"):
+        yield replace(source, read_rows=lambda start, stop: tensor.read_rows(start, stop) - np.ones((), tensor.dtype))
+    else:
+        yield source
+
+
+def _plain(tensor: GGUFTensor, name: str) -> SourceTensor:
     return SourceTensor(name, tensor.shape, tensor.dtype, tensor.type_name, tensor.num_bytes, tensor.read_rows)
 
 
-def _permuted(tensor: GGUFTensor, num_heads: int) -> SourceTensor:
+def _permuted(tensor: GGUFTensor, source: SourceTensor, num_heads: int) -> SourceTensor:
     num_rows = tensor.shape[0]
     if num_rows % (2 * num_heads):
         raise CheckpointError(
@@ -86,5 +109,4 @@ def _permuted(tensor: GGUFTensor, num_heads: int) -> SourceTensor:
         pairs = rows.reshape((stop - start) // head_dim, head_dim // 2, 2, *rows.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
-    name = hugging_face_name(tensor.name)
-    return SourceTensor(name, tensor.shape, tensor.dtype, tensor.type_name, tensor.num_bytes, read_rows, row_multiple=head_dim)
+    return replace(source, read_rows=read_rows, row_multiple=head_dim)

@@ -11,8 +11,9 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxserve.convert import convert
-from jaxserve.convert.gguf_config import generation_config, hugging_face_name, llama_config
+from jaxserve.convert.gguf_config import generation_config, hugging_face_config
 from jaxserve.convert.gguf_file import read_gguf_file
+from jaxserve.convert.gguf_names import LAYOUTS
 from jaxserve.convert.read_gguf import read_gguf
 from jaxserve.errors import CheckpointError
 
@@ -134,14 +135,21 @@ def test_type_that_gguf_cannot_dequantize(tmp_path):
 
 
 def test_names():
-    assert hugging_face_name("token_embd.weight") == "model.embed_tokens.weight"
-    assert hugging_face_name("blk.12.attn_output.bias") == "model.layers.12.self_attn.o_proj.bias"
-    assert hugging_face_name("output.weight") == "lm_head.weight"
-    assert hugging_face_name("blk.0.attn_q_norm.weight") == "blk.0.attn_q_norm.weight"
+    name = LAYOUTS["llama"].hugging_face_name
+    assert name("token_embd.weight") == "model.embed_tokens.weight"
+    assert name("blk.12.attn_output.bias") == "model.layers.12.self_attn.o_proj.bias"
+    assert name("output.weight") == "lm_head.weight"
+    assert name("blk.0.attn_q_norm.weight") == "blk.0.attn_q_norm.weight"
+    assert name("blk.3.ffn_gate.5.weight") == "model.layers.3.block_sparse_moe.experts.5.w1.weight"
+    assert name("blk.3.ffn_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
+    assert LAYOUTS["llama"].expert_name("blk.3.ffn_down_exps.weight", 5) == "model.layers.3.block_sparse_moe.experts.5.w2.weight"
+    assert LAYOUTS["llama"].expert_name("blk.3.ffn_down.weight", 5) is None
+    # The same part is another norm in another architecture.
+    assert LAYOUTS["gemma2"].hugging_face_name("blk.3.ffn_norm.weight") == "model.layers.3.pre_feedforward_layernorm.weight"
 
 
 def test_config_defaults():
-    config = llama_config(METADATA, SHAPES, [])
+    config = hugging_face_config(METADATA, SHAPES, {})
     assert config["num_key_value_heads"] == 4 and config["head_dim"] == 16 and config["rms_norm_eps"] == 1e-5
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert config["tie_word_embeddings"] and config["vocab_size"] == 320 and not config["attention_bias"]
@@ -156,7 +164,7 @@ def test_config_values():
         "llama.rope.freq_base": 5e5,
     }
     shapes = SHAPES | {"output.weight": (320, 64), "blk.0.attn_q.bias": (64,)}
-    config = llama_config(METADATA | changes | {"llama.attention.value_length": 32}, shapes, [1.0, 8.0])
+    config = hugging_face_config(METADATA | changes | {"llama.attention.value_length": 32}, shapes, {"rope_freqs.weight": [1.0, 8.0]})
     assert config["num_key_value_heads"] == 2 and config["head_dim"] == 32
     assert not config["tie_word_embeddings"] and config["attention_bias"]
     expected = {"rope_type": "default", "rope_theta": 500000.0, "freq_divisors": [1.0, 8.0], "partial_rotary_factor": 0.5}
@@ -176,15 +184,14 @@ def test_config_values():
     ],
 )
 def test_rope_scaling(changes, expected):
-    config = llama_config(METADATA | {f"llama.{key}": value for key, value in changes.items()}, SHAPES, [])
+    config = hugging_face_config(METADATA | {f"llama.{key}": value for key, value in changes.items()}, SHAPES, {})
     assert config["rope_parameters"] == {"rope_theta": 10000.0} | expected
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"general.architecture": "gemma3"}, r"architecture 'gemma3' is not supported; supported: llama"),
-        ({"llama.expert_count": 8}, "expert_count 8"),
+        ({"general.architecture": "bert"}, r"architecture 'bert' is not supported; supported: llama, qwen2, qwen3"),
         ({"llama.attention.sliding_window": 512}, r"llama\.attention\.sliding_window is not supported, and may change"),
         ({"llama.feed_forward_length": [96, 128]}, "differs between layers"),
         ({"llama.attention.value_length": 8}, "key_length and value_length differ"),
@@ -195,7 +202,7 @@ def test_rope_scaling(changes, expected):
 def test_config_that_cannot_be_honoured(changes, match):
     metadata = {key: value for key, value in (METADATA | changes).items() if value is not None}
     with pytest.raises(CheckpointError, match=match):
-        llama_config(metadata, SHAPES, [])
+        hugging_face_config(metadata, SHAPES, {})
 
 
 def test_generation_config_holds_every_end():

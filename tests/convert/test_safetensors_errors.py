@@ -62,7 +62,7 @@ def test_directory_of_a_gguf_file(tmp_path):
 
 def test_missing_tensor(source):
     edit_tensors(source, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
-    fails(source, r"1 missing: layers\.1\.mlp\.up_proj\.weight \[64, 32\]")
+    fails(source, r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight \[64, 32\]")
 
 
 def test_wrong_shape(source):
