@@ -17,6 +17,20 @@ KVPages = tuple[jax.Array, ...]
 allocated; padding reads and writes it. Donated to every step."""
 
 
+class RecurrentState(NamedTuple):
+    """What one recurrent layer knows of the sequences in its slots. Nothing clears it: a row that starts at position 0 reads zeros instead.
+
+    The null slot's is written by padding rows and never read for a real one.
+    """
+
+    conv: Float[Array, "S W-1 key_heads conv_dim"]  # what the convolution saw of the last W - 1 tokens, the newest last
+    matrix: Float[Array, "S value_heads key_dim value_dim"]
+
+
+RecurrentStates = tuple[RecurrentState, ...]
+"""One for each recurrent layer, in order; empty for most models. Float32, donated to every step."""
+
+
 class SlotState(NamedTuple):
     """Per-slot state on the device, donated to every step. A sequence keeps its slot from admission to finish or preemption.
 
@@ -55,6 +69,7 @@ class AttentionInputs(NamedTuple):
     """
 
     row_start: Int32[Array, "B+1"]  # cumulative token counts; padding rows are empty
+    row_slot: Int32[Array, "B"]  # the null slot for padding rows
     kv_length: Int32[Array, "B"]  # visible positions after this step's writes; 0 for padding rows
     page_tables: Int32[Array, "B X P"]
     token_row: Int32[Array, "T"]  # B for padding tokens

@@ -35,11 +35,13 @@ def describe(path: str | Path) -> list[str]:
 
 
 def _shape(spec: ModelSpec) -> str:
-    attention, mlp = spec.layers[0].attention, spec.layers[-1].mlp
+    attention, mlp = spec.paged_attention, spec.layers[-1].mlp
     kinds = [f"{group.num_layers} layers with a window of {group.window}" for group in spec.kv_groups if group.window is not None]
+    if spec.recurrent_layers:
+        kinds.append(f"{len(spec.recurrent_layers)} recurrent layers")
     return (
         f"{spec.num_layers} layers, hidden {spec.hidden_size}, {attention.num_heads} heads of {attention.head_dim}, "
-        f"{attention.num_kv_heads} KV heads, MLP {mlp.size}, vocabulary {spec.vocab_size}, {'tied' if spec.head.is_tied else 'untied'} head"
+        f"{spec.page_shape[1]} KV heads, MLP {mlp.size}, vocabulary {spec.vocab_size}, {'tied' if spec.head.is_tied else 'untied'} head"
         + "".join(f", {kind}" for kind in kinds)
     )
 

@@ -168,7 +168,7 @@ def test_the_ten_stations(checkpoint: Any, device: Device, engine: Engine, golde
         return sample(logits, *arguments, **options)
 
     monkeypatch.setattr(step_module, "sample", sample_and_look)
-    pages, slots, _, outputs = step(device.graphdef, layout, 20, False, *device[1:], jnp.asarray(prepared.packed))
+    pages, slots, _, _, outputs = step(device.graphdef, layout, 20, False, *device[1:], (), jnp.asarray(prepared.packed))
     np.testing.assert_allclose(seen[0][0], logits_of_prompt[-1], atol=1e-4)
     assert all(np.abs(each[page, :, :, : len(prompt)]).min() > 0 and not each[page, :, :, len(prompt) :].any() for each in pages)
     assert int(slots.length[0]) == len(prompt) and int(slots.last_token[0]) == token

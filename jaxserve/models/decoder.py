@@ -16,24 +16,29 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.arrays import AttentionInputs, KVPages
+from jaxserve.arrays import AttentionInputs, KVPages, RecurrentState, RecurrentStates
 from jaxserve.models.attention import Attention, LayerInputs
 from jaxserve.models.linear import linear
 from jaxserve.models.mla import LatentAttention
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
+from jaxserve.models.recurrent import GatedDeltaNet, RecurrentInputs, recurrent_inputs
 from jaxserve.models.rope import rotary_tables
 from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
 
+type Memory = jax.Array | RecurrentState
+"""What a layer keeps of earlier tokens: its page array, or its recurrent state."""
+
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP with the norms around them, in the order that the block says. A norm that the model lacks is None."""
+    """Attention or a recurrent net, and an MLP, with the norms around them, in the order that the block says. A norm that the model lacks
+    is None."""
 
     def __init__(
         self,
         block: BlockSpec,
-        attention: Attention | LatentAttention,
+        attention: Attention | LatentAttention | GatedDeltaNet,
         mlp: MLP | MoE,
         norms: Mapping[str, Norm],
     ) -> None:
@@ -41,17 +46,18 @@ class DecoderLayer(nnx.Module):
         self.norms = nnx.Dict(norms)
 
     def __call__(
-        self, x: Float[Array, "T D"], inputs: LayerInputs, pages: Float[Array, "num_pages 2 K page_size H"], *, is_decode: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the residual stream `[T, D]` after the layer, and its pages."""
+        self, x: Float[Array, "T D"], inputs: LayerInputs | RecurrentInputs, memory: Memory, *, is_decode: bool
+    ) -> tuple[jax.Array, Memory]:
+        """Returns the residual stream `[T, D]` after the layer, and its memory with the step's tokens."""
         read, num_tokens = self._norm("attention_norm", x), inputs.row_start[-1]
-        attended, pages = self.attention(read, inputs, pages, is_decode=is_decode)
+        mixer: Any = self.attention  # each kind takes inputs and memory of its own kind
+        attended, memory = mixer(read, inputs, memory, is_decode=is_decode)
         attended = self._scaled(self._norm("attention_out_norm", attended))
         if not self.block.is_parallel:
             x = x + attended
-            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x), num_tokens))), pages
+            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x), num_tokens))), memory
         hidden = self.mlp(read if self.block.has_shared_norm else self._norm("mlp_norm", x), num_tokens)
-        return x + (attended + self._scaled(self._norm("mlp_out_norm", hidden))), pages
+        return x + (attended + self._scaled(self._norm("mlp_out_norm", hidden))), memory
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return self.norms[name](x) if name in self.norms else x
@@ -90,25 +96,34 @@ class Decoder(nnx.Module):
         self.layers, self.norm = nnx.List(layers), norm
         self.head, self.head_bias = nnx.Param(head), nnx.Param(head_bias)
 
-    def forward(self, token_ids: Int32[Array, "T"], ctx: AttentionInputs, pages: KVPages, *, is_decode: bool) -> tuple[jax.Array, KVPages]:
+    def forward(
+        self, token_ids: Int32[Array, "T"], ctx: AttentionInputs, pages: KVPages, states: RecurrentStates = (), *, is_decode: bool
+    ) -> tuple[jax.Array, KVPages, RecurrentStates]:
         """Runs every layer over the step's tokens.
 
         Args:
             token_ids: The tokens; padding may hold any id.
             ctx: Where they live.
             pages: One page array for each layer index; `ctx` says where this step writes.
+            states: Of the recurrent layers.
             is_decode: T == B and token b is the only one of row b.
 
         Returns:
-            The hidden states after the final norm `[T, D]`, what `logits` takes, and the pages with the step's keys and values.
+            The hidden states after the final norm `[T, D]`, what `logits` takes; the pages with the step's keys and values; the recurrent
+            layers' states after the step.
         """
-        inputs = self._layer_inputs(ctx)
-        arrays = list(pages)
+        inputs, recurrent = self._layer_inputs(ctx), recurrent_inputs(ctx)
+        arrays, before, after = list(pages), iter(states), []
         hidden = self._embedded(token_ids, ctx.position)
-        for layer, spec, (group, j) in zip(self.layers, self.spec.layers, self.spec.kv_places, strict=True):
-            graphdef, state = nnx.split(layer)
-            hidden, arrays[j] = _run_layer(graphdef, is_decode, state, hidden, inputs[group, spec.attention.rope], arrays[j])
-        return self.norm(hidden), tuple(arrays)
+        for layer, spec, place in zip(self.layers, self.spec.layers, self.spec.kv_places, strict=True):
+            graphdef, weights = nnx.split(layer)
+            if place is None:
+                hidden, state = _run_layer(graphdef, is_decode, weights, hidden, recurrent, next(before))
+                after.append(state)
+            else:
+                group, j = place
+                hidden, arrays[j] = _run_layer(graphdef, is_decode, weights, hidden, inputs[group, spec.attention.rope], arrays[j])
+        return self.norm(hidden), tuple(arrays), tuple(after)
 
     def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
         """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
@@ -133,7 +148,8 @@ class Decoder(nnx.Module):
         # Without the barrier XLA fuses the tables into every layer's rotation: cosines once for each head dimension of each layer.
         tables = {rope: lax.optimization_barrier(rotary_tables(rope, ctx.position, ctx.rope_length)) for rope in self.spec.ropes}
         # In the order of the layers: the program, and so its place in the compile cache, must not hang on the order of a set.
-        kinds = dict.fromkeys((x, layer.attention.rope) for layer, (x, _) in zip(self.spec.layers, self.spec.kv_places, strict=True))
+        places = zip(self.spec.layers, self.spec.kv_places, strict=True)
+        kinds = dict.fromkeys((place[0], layer.attention.rope) for layer, place in places if place is not None)
         return {
             (x, rope): LayerInputs(
                 row_start=ctx.row_start,
@@ -152,8 +168,8 @@ class Decoder(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    graphdef: Any, is_decode: bool, state: Any, x: jax.Array, inputs: LayerInputs, pages: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    graphdef: Any, is_decode: bool, weights: Any, x: jax.Array, inputs: LayerInputs | RecurrentInputs, memory: Memory
+) -> tuple[jax.Array, Any]:
     """One layer as a jit of its own: layers of equal kind have equal graphdefs, so all but the first reuse its trace."""
-    layer: DecoderLayer = nnx.merge(graphdef, state)
-    return layer(x, inputs, pages, is_decode=is_decode)
+    layer: DecoderLayer = nnx.merge(graphdef, weights)
+    return layer(x, inputs, memory, is_decode=is_decode)

@@ -25,8 +25,19 @@ from jaxserve.models.mla import LatentAttention
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
+from jaxserve.models.recurrent import GatedDeltaNet
 from jaxserve.models.registry import family_of
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec, TensorSpec
+from jaxserve.models.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RecurrentSpec,
+    RopeSpec,
+    TensorSpec,
+)
 from jaxserve.models.tensors import logical_tensors, norm_names
 
 Read = Callable[[str], np.ndarray]
@@ -125,8 +136,9 @@ class _Loader:
         changes: Mapping[str, Change] | None = None,
         dtype: DTypeLike | None = None,
     ) -> jax.Array:
-        """Several tensors in one array of `shape`, each at its place, after its change where it has one."""
+        """Several tensors in one array of `shape`, each at its place, after its change where it has one; together they fill it."""
         fused = self._empty(shape, self._dtype if dtype is None else dtype)
+        assert sum(fused[place].size for place in parts.values()) == fused.size, (shape, parts)
         for name, place in parts.items():
             array = self._checked(name)
             if changes and name in changes:
@@ -158,9 +170,39 @@ class _Layer:
     def load(self) -> DecoderLayer:
         names = norm_names(self._model)
         norms = {name: self._loader.norm(self._prefix + name, self._model.norm) for name in names}
-        spec, prefix = self._spec.attention, self._prefix + "self_attn."
-        attention = self._latent(spec, prefix) if isinstance(spec, LatentAttentionSpec) else self._attention(spec, prefix)
-        return DecoderLayer(self._model.block, attention, self._mlp(), norms)
+        return DecoderLayer(self._model.block, self._mixer(), self._mlp(), norms)
+
+    def _mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
+        match self._spec.attention:
+            case RecurrentSpec() as spec:
+                return self._recurrent(spec, self._prefix + "linear_attn.")
+            case LatentAttentionSpec() as spec:
+                return self._latent(spec, self._prefix + "self_attn.")
+            case AttentionSpec() as spec:
+                return self._attention(spec, self._prefix + "self_attn.")
+
+    def _recurrent(self, spec: RecurrentSpec, prefix: str) -> GatedDeltaNet:
+        loader, groups = self._loader, spec.num_value_groups
+        sizes = {"q": spec.key_dim, "k": spec.key_dim, "v": spec.values_dim, "gate": spec.values_dim, "rate": groups, "decay": groups}
+
+        def by_key_head(kind: str, names: tuple[str, ...], tail: int) -> jax.Array:
+            parts: dict[str, tuple[int | slice, ...]] = {}
+            stop = 0
+            for name in names:
+                start, stop = stop, stop + sizes[name]
+                parts[f"{prefix}{name}_{kind}.weight"] = (slice(None), slice(start, stop))
+            return loader.fused((spec.num_key_heads, stop, tail), parts)
+
+        return GatedDeltaNet(
+            spec,
+            inner=by_key_head("proj", tuple(sizes), self._model.hidden_size),
+            conv=by_key_head("conv", ("q", "k", "v"), spec.kernel_size),
+            decay_log=loader.tensor(prefix + "decay_log", np.float32),
+            decay_bias=loader.tensor(prefix + "decay_bias", np.float32),
+            norm=loader.norm(prefix + "norm", spec.norm),
+            out=loader.tensor(prefix + "o_proj.weight"),
+            backend=self._backend,
+        )
 
     def _latent(self, spec: LatentAttentionSpec, prefix: str) -> LatentAttention:
         loader, head = self._loader, spec.nope_dim + spec.rope_dim

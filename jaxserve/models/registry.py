@@ -36,6 +36,7 @@ from jaxserve.models.families.opt import OPT
 from jaxserve.models.families.phi import PHI
 from jaxserve.models.families.phi3 import PHI3
 from jaxserve.models.families.qwen import QWEN2, QWEN3
+from jaxserve.models.families.qwen3_next import QWEN3_NEXT
 from jaxserve.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jaxserve.models.families.smollm3 import SMOLLM3
 from jaxserve.models.families.stablelm import STABLELM
@@ -45,7 +46,7 @@ from jaxserve.models.spec import Family, ModelSpec
 FAMILIES: tuple[Family, ...] = (
     COHERE, COHERE2, DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GLM4_MOE, GPT2, GPT_BIGCODE,
     GPT_NEOX, GPT_OSS, GPTJ, GRANITE, GRANITEMOE, LLAMA, LLAMA4, MINICPM3, MIXTRAL, OLMO2, OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2, QWEN2_MOE,
-    QWEN3, QWEN3_MOE, SMOLLM3, STABLELM, STARCODER2,
+    QWEN3, QWEN3_MOE, QWEN3_NEXT, SMOLLM3, STABLELM, STARCODER2,
 )  # fmt: skip
 
 _INHERITED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")

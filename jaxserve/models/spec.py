@@ -158,6 +158,44 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentSpec:
+    """A gated delta net in place of attention (arXiv 2412.06464): what it knows of earlier tokens is one matrix for each value head.
+
+    It has no pages and no positions. A key head with its query serves the same number of neighbouring value heads each.
+
+    Attributes:
+        key_dim, value_dim: Of each head.
+        kernel_size: Tokens that the convolution over queries, keys and values sees, the current one included.
+        activation: After the convolution, a key of `mlp.ACTIVATIONS`.
+        norm: Of each value head's output, before its gate.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    activation: str
+    norm: NormSpec
+    rope: None = None
+
+    @property
+    def num_value_groups(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def values_dim(self) -> int:
+        """Width of all value heads of one key head together."""
+        return self.num_value_groups * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Width of what the convolution sees of one key head: query, key and its values."""
+        return 2 * self.key_dim + self.values_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MLPSpec:
     """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 
@@ -211,9 +249,9 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One layer: attention and an MLP, or a mixture of them."""
+    """One layer: attention or a recurrent net, and an MLP or a mixture of them."""
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
     mlp: MLPSpec | MoESpec
 
 
@@ -286,14 +324,15 @@ class KVGroup:
 
 
 def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
-    """Layers by what they see, cut into groups of at most as many layers as the rarest kind has, so that one pool of pages serves all.
+    """Layers with pages by what they see, cut into groups of at most as many layers as the rarest kind has: one pool of pages serves all.
 
     Where kinds are about equally frequent (up to 1.5 to 1), the groups are as long as the most frequent one: a few page arrays that a
     shorter group leaves unused cost less than more page tables.
     """
     kinds: dict[tuple[int | None, int | None], list[int]] = {}
     for i, layer in enumerate(layers):
-        kinds.setdefault((layer.attention.window, layer.attention.chunk), []).append(i)
+        if not isinstance(layer.attention, RecurrentSpec):
+            kinds.setdefault((layer.attention.window, layer.attention.chunk), []).append(i)
     shortest, longest = min(map(len, kinds.values())), max(map(len, kinds.values()))
     size = longest if longest <= 1.5 * shortest else shortest
     return tuple(
@@ -338,14 +377,14 @@ class ModelSpec:
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Groups of layers with equal attention kind; together they hold every layer once."""
+        """Groups of layers with equal attention kind; together they hold every layer but the recurrent ones once."""
         return kv_groups(self.layers)
 
     @cached_property
-    def kv_places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer its group and its place in it, which is the index of its page array."""
+    def kv_places(self) -> tuple[tuple[int, int] | None, ...]:
+        """For each layer its group and its place in it, which is the index of its page array; None for recurrent layers."""
         places = {layer: (x, j) for x, group in enumerate(self.kv_groups) for j, layer in enumerate(group.layer_ids)}
-        return tuple(places[layer] for layer in range(self.num_layers))
+        return tuple(places.get(layer) for layer in range(self.num_layers))
 
     @property
     def num_page_arrays(self) -> int:
@@ -355,10 +394,20 @@ class ModelSpec:
     @property
     def page_shape(self) -> tuple[int, int, int]:
         """Parts (2: keys and values; 1: latent vectors), K and H of every page array."""
-        attention = self.layers[0].attention
+        attention = self.paged_attention
         if isinstance(attention, LatentAttentionSpec):
             return 1, 1, attention.head_dim
         return 2, attention.num_kv_heads, attention.head_dim
+
+    @property
+    def paged_attention(self) -> AttentionSpec | LatentAttentionSpec:
+        """Attention of the first layer that has pages; all those layers have equal heads."""
+        return next(layer.attention for layer in self.layers if not isinstance(layer.attention, RecurrentSpec))
+
+    @cached_property
+    def recurrent_layers(self) -> tuple[RecurrentSpec, ...]:
+        """The recurrent layers, in order; each has a state of its own for every sequence."""
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, RecurrentSpec))
 
     @cached_property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.models.spec import AttentionSpec, Family, LatentAttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, TensorSpec
+from jaxserve.models.spec import (
+    AttentionSpec,
+    Family,
+    LatentAttentionSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RecurrentSpec,
+    TensorSpec,
+)
 
 WRAPPERS = ("", "language_model.", "model.language_model.")
 """Where multimodal checkpoints, new and old, keep their text model."""
@@ -67,8 +77,13 @@ def _shapes(spec: ModelSpec) -> Shapes:
     for i, layer in enumerate(spec.layers):
         for name in norm_names(spec):
             yield from norm_shapes(f"layers.{i}.{name}", spec.norm, d)
-        latent = isinstance(layer.attention, LatentAttentionSpec)
-        yield from (_latent_attention if latent else _attention)(f"layers.{i}.self_attn.", layer.attention, d)
+        match layer.attention:
+            case RecurrentSpec() as recurrent:
+                yield from _recurrent(f"layers.{i}.linear_attn.", recurrent, d)
+            case LatentAttentionSpec() as latent:
+                yield from _latent_attention(f"layers.{i}.self_attn.", latent, d)
+            case AttentionSpec() as attention:
+                yield from _attention(f"layers.{i}.self_attn.", attention, d)
         prefix = f"layers.{i}.mlp."
         yield from _moe(prefix, layer.mlp, d) if isinstance(layer.mlp, MoESpec) else _mlp(prefix, layer.mlp, d)
     yield from norm_shapes("norm", spec.norm, d)
@@ -124,6 +139,19 @@ def _latent_attention(prefix: str, spec: LatentAttentionSpec, d: int) -> Shapes:
     yield from norm_shapes(prefix + "kv_a_layernorm", spec.norm, spec.kv_rank)
     yield prefix + "kv_b_proj.weight", (spec.num_heads * (spec.nope_dim + spec.value_dim), spec.kv_rank)
     yield from _linear(prefix + "o_proj", d, spec.num_heads * spec.value_dim, spec.has_bias)
+
+
+def _recurrent(prefix: str, spec: RecurrentSpec, d: int) -> Shapes:
+    keys, values = spec.num_key_heads * spec.key_dim, spec.num_value_heads * spec.value_dim
+    sizes = {"q": keys, "k": keys, "v": values, "gate": values, "rate": spec.num_value_heads, "decay": spec.num_value_heads}
+    for name, size in sizes.items():
+        yield f"{prefix}{name}_proj.weight", (size, d)
+    for name in "qkv":
+        yield f"{prefix}{name}_conv.weight", (sizes[name], spec.kernel_size)
+    yield prefix + "decay_log", (spec.num_value_heads,)
+    yield prefix + "decay_bias", (spec.num_value_heads,)
+    yield from norm_shapes(prefix + "norm", spec.norm, spec.value_dim)
+    yield prefix + "o_proj.weight", (d, values)
 
 
 def _mlp(prefix: str, spec: MLPSpec, d: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""Owns the device: weights, pages, slot state and the compiled programs; turns Plans into StepResults.
+"""Owns the device: weights, pages, state by slot and the compiled programs; turns Plans into StepResults.
 
 One packed upload, one program and one asynchronous copy back for each step. Knows nothing of requests, stopping or page
 ownership. Built by `engine.build`. Next: `runner.step` (the traced code), `runner.pending_step` (what comes back).
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.arrays import KVPages, PenaltyState, SlotState
+from jaxserve.arrays import KVPages, PenaltyState, RecurrentState, RecurrentStates, SlotState
 from jaxserve.core.buckets import Bucket, Buckets
 from jaxserve.core.plan import Plan
 from jaxserve.models.load import split_model
@@ -81,6 +81,21 @@ def penalty_state_shapes(shape: RunnerShape, vocab_size: int) -> PenaltyState:
     return PenaltyState(**rows)
 
 
+def recurrent_state_shapes(spec: ModelSpec, num_slots: int) -> RecurrentStates:
+    """Shapes of the recurrent layers' states; `num_slots` counts the null slot."""
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct((num_slots, *shape), jnp.float32)
+
+    return tuple(
+        RecurrentState(
+            conv=array(layer.kernel_size - 1, layer.num_key_heads, layer.conv_dim),
+            matrix=array(layer.num_value_heads, layer.key_dim, layer.value_dim),
+        )
+        for layer in spec.recurrent_layers
+    )
+
+
 class ModelRunner:
     """The device side of one engine. `compile` must be called before the first `run`."""
 
@@ -91,6 +106,7 @@ class ModelRunner:
             page_array_shapes(spec, shape, kv_dtype),
             slot_state_shapes(shape, len(spec.kv_groups)),
             penalty_state_shapes(shape, spec.vocab_size),
+            recurrent_state_shapes(spec, shape.num_slots),
         )
         self._layouts = {bucket: StepLayout(bucket, len(spec.kv_groups), shape.page_size) for bucket in shape.buckets.all()}
         self.compiles = CompileCounter()
@@ -100,6 +116,7 @@ class ModelRunner:
         self._pages: KVPages
         self._slots: SlotState
         self._penalties: PenaltyState
+        self._states: RecurrentStates
 
     def compile(self, progress: Progress | None = None, *, num_threads: int = 2) -> tuple[int, int]:
         """Compiles every program, allocates pages and state, and runs each program once on padding.
@@ -121,7 +138,7 @@ class ModelRunner:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
         layout = self._layouts[bucket]
         traced = jax.jit(
-            partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3)
+            partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3, 4)
         )
         weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self._weights)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
@@ -152,13 +169,10 @@ class ModelRunner:
             return PendingModelStep(plan, bucket, outputs, prepared.wants_logprobs)
 
     def reset(self) -> None:
-        """Allocates pages, slot state and penalty state afresh, dropping what was there."""
+        """Allocates pages and all state by slot afresh, dropping what was there."""
         self._drop_state()
         zeros = partial(jnp.zeros, device=self.device)
-        pages, slots, penalties = self._shapes
-        self._pages = tuple(zeros(s.shape, s.dtype) for s in pages)
-        self._slots = SlotState(*(zeros(s.shape, s.dtype) for s in slots))
-        self._penalties = PenaltyState(*(zeros(s.shape, s.dtype) for s in penalties))
+        self._pages, self._slots, self._penalties, self._states = jax.tree.map(lambda s: zeros(s.shape, s.dtype), self._shapes)
 
     def close(self) -> None:
         """Frees weights, pages and state on the device."""
@@ -170,13 +184,14 @@ class ModelRunner:
 
     def _drop_state(self) -> None:
         # Freed before the new arrays are made: both would not fit.
-        for name in ("_pages", "_slots", "_penalties"):
-            for array in self.__dict__.pop(name, ()):
+        for name in ("_pages", "_slots", "_penalties", "_states"):
+            for array in jax.tree.leaves(self.__dict__.pop(name, ())):
                 array.delete()
 
     def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> StepOutputs:
         program = self._steps[bucket]
-        self._pages, self._slots, self._penalties, outputs = program(self._weights, self._pages, self._slots, self._penalties, packed)
+        memory = self._pages, self._slots, self._penalties, self._states
+        self._pages, self._slots, self._penalties, self._states, outputs = program(self._weights, *memory, packed)
         return outputs
 
     def _prepare(self, plan: Plan, bucket: Bucket) -> PreparedStep:

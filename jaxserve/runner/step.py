@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.arrays import AttentionInputs, KVPages, PenaltyState, SampledTokens, SlotState
+from jaxserve.arrays import AttentionInputs, KVPages, PenaltyState, RecurrentStates, SampledTokens, SlotState
 from jaxserve.models.load import merge_model
 from jaxserve.runner.layout import ADMISSION_INTS, StepLayout
 from jaxserve.runner.sampling import prompt_logprobs, sample
@@ -35,9 +35,10 @@ def step(
     pages: KVPages,
     slots: SlotState,
     penalties: PenaltyState,
+    states: RecurrentStates,
     packed: jax.Array,
-) -> tuple[KVPages, SlotState, PenaltyState, StepOutputs]:
-    """Runs one bucket. The first four arguments are static; pages, slots and penalties are donated; `packed` is int32."""
+) -> tuple[KVPages, SlotState, PenaltyState, RecurrentStates, StepOutputs]:
+    """Runs one bucket. The first four arguments are static; pages, slots, penalties and states are donated; `packed` is int32."""
     bucket = layout.bucket
     inputs = {name: lax.slice(packed, (s.offset,), (s.end,)).reshape(s.shape) for name, s in layout.sections.items()}
     slots = apply_page_writes(_admit_slots(slots, inputs["admissions"]), inputs["page_writes"])
@@ -47,7 +48,7 @@ def step(
     ctx = _attention_inputs(layout, slots, row_slot, row_tokens)
     last_tokens = slots.last_token[row_slot].at[ctx.token_row].get(mode="fill", fill_value=0)
     token_ids = jnp.where(inputs["tokens"] < 0, last_tokens, inputs["tokens"])
-    hidden, pages = model.forward(token_ids, ctx, pages, is_decode=bucket.is_decode)
+    hidden, pages, states = model.forward(token_ids, ctx, pages, states, is_decode=bucket.is_decode)
 
     logits_row, is_sampled = inputs["logits_row"], inputs["is_sampled"] > 0
     sample_position = ctx.kv_length.at[logits_row].get(mode="fill", fill_value=0)
@@ -62,7 +63,7 @@ def step(
     prompt = None
     if bucket.has_prompt_logprobs:
         prompt = prompt_logprobs(model.logits, hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs)
-    return pages, slots, penalties, StepOutputs(sampled, prompt)
+    return pages, slots, penalties, states, StepOutputs(sampled, prompt)
 
 
 def update(slots: SlotState, writes: jax.Array) -> SlotState:
@@ -127,6 +128,7 @@ def _attention_inputs(layout: StepLayout, slots: SlotState, row_slot: jax.Array,
     write_page = page_tables[row, :, position // page_size].T
     return AttentionInputs(
         row_start=row_start,
+        row_slot=row_slot,
         kv_length=jnp.where(row_tokens > 0, start + row_tokens, 0),
         page_tables=page_tables,
         token_row=token_row,

@@ -22,6 +22,7 @@ from jaxserve.models.load import load_model, merge_model, split_model
 from jaxserve.models.registry import family_of, resolve_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensors import ignored_patterns, logical_tensors
+from jaxserve.runner.runner import recurrent_state_shapes
 
 PAGE_SIZE = 8
 PAGES_PER_ROW = 12
@@ -79,20 +80,21 @@ class SequenceRun:
         self.page_tables = pages[: PAGES_PER_ROW * num_groups].reshape(num_groups, PAGES_PER_ROW)
         model_def, self.weights = split_model(model)
 
-        def step(is_decode: bool, weights: Any, tokens: jax.Array, ctx: AttentionInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        def step(is_decode: bool, weights: Any, tokens: jax.Array, ctx: AttentionInputs, *memory: Any) -> tuple[jax.Array, Any]:
             model = merge_model(model_def, weights)
-            hidden, pages = model.forward(tokens, ctx, pages, is_decode=is_decode)
-            return model.logits(hidden), pages
+            hidden, *memory = model.forward(tokens, ctx, *memory, is_decode=is_decode)
+            return model.logits(hidden), memory
 
         self.step = jax.jit(step, static_argnums=0)
         self.start()
 
     def start(self, rope_length: int = 0) -> None:
-        """Begins a new sequence, admitted at `rope_length` tokens, in pages that hold NaN: no token may read one unwritten."""
+        """Begins a new sequence, admitted at `rope_length` tokens, in pages and a slot of NaN: no token may read one unwritten."""
         spec = self.model.spec
         num_parts, num_kv_heads, head_dim = spec.page_shape
         shape = (self.num_pages, num_parts, num_kv_heads, PAGE_SIZE, head_dim)
         self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_page_arrays))
+        self.states = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), recurrent_state_shapes(spec, 2))
         self.length, self.rope_length = 0, rope_length
 
     def inputs(self, num_tokens: int) -> AttentionInputs:
@@ -104,6 +106,7 @@ class SequenceRun:
         end = self.length + num_tokens
         return AttentionInputs(
             row_start=jnp.array([0, num_tokens, num_tokens], jnp.int32),
+            row_slot=jnp.array([0, 1], jnp.int32),
             kv_length=jnp.array([end, 0], jnp.int32),
             page_tables=jnp.array(np.stack([self.page_tables, np.zeros_like(self.page_tables)])),
             token_row=jnp.array(np.where(is_real, 0, 2), jnp.int32),
@@ -117,7 +120,7 @@ class SequenceRun:
         """Computes the tokens in one step. Returns their logits `[len(tokens), V]`."""
         ctx = self.inputs(len(tokens))
         padded = jnp.zeros(ctx.position.shape[0], jnp.int32).at[: len(tokens)].set(jnp.array(tokens, jnp.int32))
-        logits, self.pages = self.step(len(tokens) == 1, self.weights, padded, ctx, self.pages)
+        logits, (self.pages, self.states) = self.step(len(tokens) == 1, self.weights, padded, ctx, self.pages, self.states)
         self.length += len(tokens)
         return np.asarray(logits)[: len(tokens)]
 

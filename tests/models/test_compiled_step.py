@@ -44,7 +44,7 @@ def compiled_step(is_tied: bool, dtype: Any, sequence_run: Any, num_tokens: int)
 
     def step(weights: Any, pages: Any, tokens: jax.Array, ctx: Any) -> Any:
         model = merge_model(model_def, weights)
-        hidden, pages = model.forward(tokens, ctx, pages, is_decode=num_tokens == 1)
+        hidden, pages, _ = model.forward(tokens, ctx, pages, is_decode=num_tokens == 1)
         return model.logits(hidden), pages
 
     tokens = jnp.zeros(ctx.position.shape, jnp.int32)

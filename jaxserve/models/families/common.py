@@ -44,8 +44,8 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The attention of all layers, where they have the same heads, of which fused tensors are made."""
-    attention = spec.layers[0].attention
+    """The attention of all layers that have one, where it has the same heads in all, of which fused tensors are made."""
+    attention = spec.paged_attention
     assert isinstance(attention, AttentionSpec)
     return attention
 
