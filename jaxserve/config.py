@@ -160,6 +160,30 @@ class ServerConfig:
             raise ConfigError(f"metrics_prefix is {self.metrics_prefix!r}; it must be letters, digits and _, beginning with no digit.")
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What the layers of a KV group see of a sequence: everything, or only its end.
+
+    Attributes:
+        window: The last `window` positions, the token's own included.
+        chunk: The positions of the token's own chunk of `chunk`, up to itself; never together with a window.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """Most positions that one token sees; None without a limit."""
+        return self.chunk if self.window is None else self.window
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
     """What the scheduler must respect; resolved, no None. `runner` limits and host limits meet here.
@@ -173,7 +197,7 @@ class SchedulerLimits:
     max_model_len: int
     num_pages: int
     page_size: int = EngineConfig.page_size
-    num_groups: int = 1
+    groups: tuple[GroupLimits, ...] = (GroupLimits(),)
     max_penalty_slots: int = EngineConfig.max_penalty_slots
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
     scheduling_policy: str = EngineConfig.scheduling_policy
@@ -181,6 +205,20 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = frozenset()
     rope_original_length: int | None = None
     """For RoPE whose table depends on the length: only pages below it, of sequences admitted at most that long, are cached."""
+    has_recurrent_state: bool = False
+    """Some layers keep a state for each sequence that no page holds: a sequence is always computed from its first token on, so there are
+    no prefix hits and no shared prompts, whatever `enable_prefix_caching` says."""
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups, each with a page table of its own."""
+        return len(self.groups)
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that a step computes of one sequence."""
+        threshold = self.long_prefill_token_threshold
+        return min(self.max_num_batched_tokens, threshold) if threshold else self.max_num_batched_tokens
 
 
 def check_ranges(config: EngineConfig | ServerConfig) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.config import SchedulerLimits
+from jaxserve.config import GroupLimits, SchedulerLimits
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.events import Logprobs, StepResult, TokenEvent
 from jaxserve.core.plan import Admission, Plan, Row
@@ -78,11 +78,11 @@ class _Slot:
 
 
 class _Pending:
-    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`."""
+    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`. `pages` are all that it read or wrote."""
 
-    def __init__(self, outcome: StepResult | Exception, written_pages: Set[int], ready_s: float) -> None:
+    def __init__(self, outcome: StepResult | Exception, pages: Set[int], ready_s: float) -> None:
         self._outcome = outcome
-        self.written_pages = written_pages
+        self.pages = pages
         self._ready_s = ready_s
 
     def wait(self) -> StepResult:
@@ -109,13 +109,15 @@ class SerialDevice:
 class CountingRunner:
     """A Runner without a model. Each computed token is written, with its position, into the page that the slot's table names.
 
-    Before a row is computed, all positions [0, start) are read back through the table and must hold the sequence's own tokens.
+    Before a row is computed, all positions before it that it sees, in each group, are read back through the table and must hold the
+    sequence's own tokens. A token's value still depends on all tokens before it.
 
     Args:
+        groups: What each KV group sees.
         vocab_size: Tokens are 0 .. vocab_size - 1.
         poison_token_id: Sampling after a sequence that holds this token gives -1 (logits not finite).
         tokens_of: Gives a sequence's tokens by seq_id; with it, prefix hits are compared with what they should hold, not only
-            with what the slot was seen to write.
+            with what the slot was seen to write. Needed for prefix hits where no group sees everything.
         step_s: Pretended duration of a step in seconds. `run` returns at once, and a step starts when the one before has ended.
         failures: Errors by the number of the step (the first is 1) whose `wait` raises them. What is dispatched afterwards fails
             too, until `reset`: on a device it would read what the failed step left.
@@ -127,7 +129,7 @@ class CountingRunner:
         num_pages: int,
         page_size: int,
         max_num_seqs: int,
-        num_groups: int = 1,
+        groups: Sequence[GroupLimits] = (GroupLimits(),),
         vocab_size: int = 1000,
         poison_token_id: int | None = None,
         tokens_of: Callable[[int], Sequence[int]] | None = None,
@@ -137,7 +139,7 @@ class CountingRunner:
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
-        self.num_groups = num_groups
+        self.groups = tuple(groups)
         self.vocab_size = vocab_size
         self._poison_token_id = poison_token_id
         self._tokens_of = tokens_of
@@ -169,31 +171,45 @@ class CountingRunner:
         assert sizes[:num_single] == [1] * num_single, "rows with one token come first"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows"
         writers: dict[int, int] = {}
+        read: set[int] = set()
         result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[])
         for row in plan.rows:
-            self._compute(row, writers, result)
-        return _Pending(result, writers.keys(), self._device.dispatch())
+            self._compute(row, read, writers, result)
+        return _Pending(result, read | writers.keys(), self._device.dispatch())
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Spoil what the pages hold: nobody may read them any more."""
+        for page in pages:
+            self._contents[page] = []
+            self._versions[page] += 1
 
     def _admit(self, plan: Plan) -> None:
         for admission in plan.admissions:
             assert 0 <= admission.slot < self.max_num_seqs, f"slot {admission.slot} is not a sequence's"
-            empty: list[list[int]] = [[] for _ in range(self.num_groups)]
-            self._slots[admission.slot] = _Slot(admission, empty, [[] for _ in range(self.num_groups)])
+            empty: list[list[int]] = [[] for _ in self.groups]
+            self._slots[admission.slot] = _Slot(admission, empty, [[] for _ in self.groups])
         for slot, group, index, page in plan.page_writes:
             assert 0 < page < self.num_pages, f"page {page} is not a sequence's"
             table, verified = self._slots[slot].tables[group], self._slots[slot].verified[group]
-            assert index == len(table), "page tables only grow"
-            table.append(page)
-            verified.append(-1)
+            # Entries that no token will see are not written; on a device they hold anything.
+            first = self.groups[group].first_visible(self._slots[slot].admission.num_computed_tokens) // self.page_size
+            assert index == len(table) or index == first > len(table), "page tables only grow"
+            table += [-1] * (index - len(table)) + [page]
+            verified += [-1] * (len(table) - len(verified))
         for admission in plan.admissions:
             self._read_prefix(self._slots[admission.slot])
 
     def _read_prefix(self, slot: _Slot) -> None:
-        """Positions found in the prefix cache: their tokens come from the pages."""
+        """Positions found in the prefix cache: their tokens come from the pages of a group that sees them all."""
         admission = slot.admission
         length = admission.num_computed_tokens
-        for i in range(length):
-            entry = self._contents[slot.tables[0][i // self.page_size]][i % self.page_size]
+        whole = next((table for table, group in zip(slot.tables, self.groups, strict=True) if group.reach is None), None)
+        if length and whole is None:
+            assert self._tokens_of is not None, "no group holds the whole prefix"
+            slot.tokens = list(self._tokens_of(admission.seq_id)[:length])
+        for i in range(length if whole is not None else 0):
+            assert whole is not None
+            entry = self._contents[whole[i // self.page_size]][i % self.page_size]
             assert entry is not None and entry[1] == i, f"position {i} is read from a page that holds {entry}"
             slot.tokens.append(entry[0])
         slot.total = sum(slot.tokens)
@@ -202,11 +218,11 @@ class CountingRunner:
         if admission.penalty_slot is not None:
             assert list(admission.token_ids[:length]) == slot.tokens and len(admission.token_ids) > length
 
-    def _compute(self, row: Row, writers: dict[int, int], result: StepResult) -> None:
+    def _compute(self, row: Row, read: set[int], writers: dict[int, int], result: StepResult) -> None:
         slot = self._slots[row.slot]
         assert slot.admission.seq_id == row.seq_id, f"slot {row.slot} belongs to sequence {slot.admission.seq_id}, not {row.seq_id}"
         assert row.start == len(slot.tokens), f"row starts at {row.start}, the slot's length is {len(slot.tokens)}"
-        self._verify(slot)
+        self._verify(slot, read)
         tokens = row.token_ids
         assert all(0 <= token < self.vocab_size for token in tokens)
         if not tokens:
@@ -237,20 +253,24 @@ class CountingRunner:
                 entries.append(_logprobs(target, self._best(slot), self.vocab_size, num_top))
         return entries
 
-    def _verify(self, slot: _Slot) -> None:
+    def _verify(self, slot: _Slot, read: set[int]) -> None:
         """Every visible position holds the sequence's own token. Pages not written since the last comparison are not read again."""
         length, size = len(slot.tokens), self.page_size
-        num_visible = -(-length // size)
-        for table, verified in zip(slot.tables, slot.verified, strict=True):
-            assert len(table) >= num_visible, "a visible position has no page"
-            versions = [self._versions[page] for page in table[:num_visible]]
-            if versions == verified[:num_visible]:
+        end = -(-length // size)
+        for table, verified, group in zip(slot.tables, slot.verified, self.groups, strict=True):
+            assert len(table) >= end, "a visible position has no page"
+            first = group.first_visible(length) // size
+            visible = table[first:end]
+            assert -1 not in visible, "a visible position has no page"
+            read.update(visible)
+            versions = [self._versions[page] for page in visible]
+            if versions == verified[first:end]:
                 continue
-            for i, page in enumerate(table[:num_visible]):
+            for i, page in enumerate(visible, first):
                 span = range(i * size, min((i + 1) * size, length))
                 held, own = self._contents[page][: len(span)], [(slot.tokens[p], p) for p in span]
                 assert held == own, f"page {page} of sequence {slot.admission.seq_id} holds {held}, not {own}"
-            verified[:num_visible] = versions
+            verified[first:end] = versions
 
     def _write(self, slot: _Slot, slot_id: int, tokens: Sequence[int], writers: dict[int, int]) -> None:
         size, start = self.page_size, len(slot.tokens)
@@ -315,8 +335,8 @@ class CountingLoop:
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             max_num_seqs=limits.max_num_seqs,
-            num_groups=limits.num_groups,
-            **runner_options,
+            groups=limits.groups,
+            **{"tokens_of": self._tokens_of, **runner_options},
         )
         self.in_flight: deque[tuple[Plan, _Pending]] = deque()
         self.outputs: dict[tuple[str, int], Output] = {}
@@ -339,12 +359,20 @@ class CountingLoop:
             plan.num_tokens <= self.limits.max_num_batched_tokens
             and len(plan.rows) <= self.scheduler.num_running <= self.limits.max_num_seqs
         )
+        pool = self.scheduler._pages.pool
+        self.runner.poison([page for page in range(1, pool.num_pages) if not pool.ref_count(page) and not pool.is_cached(page)])
         for _plan, pending in self.in_flight:
-            taken = {write.page for write in plan.page_writes} & pending.written_pages
-            assert not taken, f"pages {taken} are handed out while a dispatched step writes them"
+            taken = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1} & pending.pages
+            assert not taken, f"pages {taken} are handed out while a dispatched step uses them"
         if plan.rows:
-            self.in_flight.append((plan, self.runner.run(plan)))
+            pending = self.runner.run(plan)
+            freed = {page for page in pending.pages if not pool.ref_count(page)}
+            assert not freed, f"pages {freed} are used but belong to nobody"
+            self.in_flight.append((plan, pending))
         return plan
+
+    def _tokens_of(self, seq_id: int) -> Sequence[int]:
+        return self.scheduler._sequences[seq_id].token_ids
 
     def collect(self) -> None:
         """Commit the oldest dispatched step."""

@@ -11,16 +11,25 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
-from jaxserve.cache.page_pool import PagePool
+from jaxserve.cache.page_pool import NULL_PAGE, PagePool
+from jaxserve.config import GroupLimits
+
+
+class Hit(NamedTuple):
+    """A known prefix: for each group its pages, the null page where the next token does not look; and the keys that were missed."""
+
+    tables: list[list[int]]
+    missing: set[bytes]
 
 
 @dataclass(slots=True)
 class Watch:
-    """A found prefix, whose pages must stay known and whose next page must stay unknown, in any group, for it to be the longest."""
+    """A hit, whose pages must stay known, and whose missing keys must stay unknown, for it to be the longest."""
 
     pages: frozenset[int]
-    next_keys: frozenset[bytes]
+    missing: set[bytes]
     is_stale: bool = False
 
 
@@ -30,10 +39,11 @@ class PrefixCache:
     Two sequences that fill equal pages both keep theirs (page tables only grow), so a key may have several pages.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, num_groups: int = 1) -> None:
+    def __init__(self, pool: PagePool, page_size: int, groups: Sequence[GroupLimits] = (GroupLimits(),)) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._group_tags = [group.to_bytes(4, "little") for group in range(num_groups)]
+        self._groups = tuple(groups)
+        self._group_tags = [group.to_bytes(4, "little") for group in range(len(groups))]
         self._pages: dict[bytes, dict[int, None]] = {}
         self._keys: dict[int, bytes] = {}
         # Random, so that keys cannot be predicted or compared across processes.
@@ -63,28 +73,46 @@ class PrefixCache:
             parent = sha256(parent + data[start : start + page_bytes]).digest()
             hashes.append(parent)
 
-    def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> list[list[int]]:
-        """The longest known prefix of at most `max_pages` pages that every group has: one list of page ids for each group.
+    def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> Hit:
+        """The longest known prefix of at most `max_pages` pages that every group has, as far as the token behind it sees.
 
-        Extends `hashes` as far as it looks, which is one page past the hit.
+        A group that sees everything needs all pages of the prefix, so the search ends at the first that it lacks; the others need
+        only the last ones. Extends `hashes` as far as it looks.
         """
-        tables: list[list[int]] = [[] for _ in self._group_tags]
+        chains: list[list[int]] = [[] for _ in self._groups]  # pages by group, the null page where one is missing
+        starts = [0] * len(self._groups)  # of the unbroken run at the end of each chain
+        missing: set[bytes] = set()
+        num_pages = 0
         for i in range(max_pages):
             if i == len(hashes):
                 self.extend_hashes(hashes, root, token_ids, i + 1)
-            found = [self._pages.get(hashes[i] + tag) for tag in self._group_tags]
-            if not all(found):
+            is_over = False
+            for group, (tag, chain) in enumerate(zip(self._group_tags, chains, strict=True)):
+                pages = self._pages.get(key := hashes[i] + tag)
+                if pages:
+                    chain.append(next(iter(pages)))
+                    continue
+                missing.add(key)
+                chain.append(NULL_PAGE)
+                starts[group] = i + 1
+                is_over = is_over or self._groups[group].reach is None
+            if is_over:
                 break
-            for table, pages in zip(tables, found, strict=True):
-                assert pages is not None
-                table.append(next(iter(pages)))
-        return tables
+            if all(start <= first for start, first in zip(starts, self.first_pages(i + 1), strict=True)):
+                num_pages = i + 1
+        firsts = self.first_pages(num_pages)
+        tables = [[NULL_PAGE] * first + chain[first:num_pages] for first, chain in zip(firsts, chains, strict=True)]
+        return Hit(tables, missing)
 
-    def watch(self, tables: list[list[int]], hashes: list[bytes]) -> Watch:
-        """Have `is_stale` set as soon as `find` with the same hashes could give anything but `tables`. Ends the watch before."""
-        end = hashes[len(tables[0]) : len(tables[0]) + 1]
-        pages = frozenset(page for table in tables for page in table)
-        self._watch = Watch(pages, frozenset(page_hash + tag for page_hash in end for tag in self._group_tags))
+    def first_pages(self, num_pages: int) -> list[int]:
+        """For each group the first page that the token behind `num_pages` pages sees; `num_pages` where it sees none."""
+        position = num_pages * self._page_size
+        return [group.first_visible(position) // self._page_size for group in self._groups]
+
+    def watch(self, hit: Hit) -> Watch:
+        """Have `is_stale` set as soon as `find` with the same hashes could give anything else. Ends the watch before."""
+        pages = frozenset(page for table in hit.tables for page in table if page != NULL_PAGE)
+        self._watch = Watch(pages, hit.missing)
         return self._watch
 
     def register(self, page_hash: bytes, group: int, page: int) -> None:
@@ -94,19 +122,22 @@ class PrefixCache:
         self._keys[page] = key
         self._pages.setdefault(key, {})[page] = None
         self._pool.mark_cached(page)
-        if self._watch is not None and key in self._watch.next_keys:
+        if self._watch is not None and key in self._watch.missing:
             self._watch.is_stale = True
 
     def reset(self) -> None:
         """Forget every prefix."""
-        self.forget(list(self._keys))
+        for page in list(self._keys):
+            self._forget(page)
+            self._pool.unmark_cached(page)
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Nobody may read these pages any more by their prefix; those without a known one are left out."""
-        for page in pages:
-            if page in self._keys:
-                self._forget(page)
-                self._pool.unmark_cached(page)
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Nobody may read pages with these hashes any more, in any group, whoever filled them."""
+        for page_hash in hashes:
+            for tag in self._group_tags:
+                for page in list(self._pages.get(page_hash + tag, ())):
+                    self._forget(page)
+                    self._pool.unmark_cached(page)
 
     def _forget(self, page: int) -> None:
         if self._watch is not None and page in self._watch.pages:

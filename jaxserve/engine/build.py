@@ -36,13 +36,14 @@ from jaxserve.runner.memory import (
     MemoryPlan,
     check_token_budget,
     choose_num_pages,
+    group_limits,
     kv_budget,
     num_pages_key,
     page_bytes,
     resolve_max_model_len,
     tree_bytes,
 )
-from jaxserve.runner.runner import ModelRunner, RunnerShape, penalty_state_shapes, slot_state_shapes
+from jaxserve.runner.runner import ModelRunner, RunnerShape, penalty_state_shapes, recurrent_state_shapes, slot_state_shapes
 from jaxserve.scheduler.scheduler import Scheduler
 from pallas_kernels import dispatch
 
@@ -103,6 +104,8 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory)
         detail(f"{plan.num_pages:,} pages")
         logger.info("memory:\n%s", plan.table())
+        if spec.recurrent_layers and config.enable_prefix_caching:
+            logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
     with timer.stage("programs") as detail:
         runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
         del model
@@ -167,12 +170,15 @@ def _plan_memory(
         has_full_logprobs=config.max_logprobs == -1,
     )
     state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
+    recurrent_bytes = tree_bytes(recurrent_state_shapes(spec, shape.num_slots))
     temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, device)
-    budget = kv_budget(config, device, state_bytes=state_bytes, temporaries_bytes=temporaries_bytes)
+    budget = kv_budget(config, device, state_bytes=state_bytes + recurrent_bytes, temporaries_bytes=temporaries_bytes)
     bytes_per_page = page_bytes(spec, config.page_size, dtype)
     key = num_pages_key(spec, config, dtype, device)
     num_pages = choose_num_pages(config, budget, bytes_per_page, key=key, cache_directory=cache_directory)
-    max_model_len, message = resolve_max_model_len(config, spec, num_pages)
+    budget_tokens = config.max_num_batched_tokens or buckets.max_num_tokens
+    max_chunk = min(budget_tokens, config.long_prefill_token_threshold or budget_tokens)
+    max_model_len, message = resolve_max_model_len(config, spec, num_pages, max_chunk=max_chunk)
     if message is not None:
         logger.warning(message)
     check_token_budget(
@@ -185,6 +191,7 @@ def _plan_memory(
     plan = MemoryPlan(
         weights_bytes=tree_bytes(jax.tree.leaves(model)),
         state_bytes=state_bytes,
+        recurrent_bytes=recurrent_bytes,
         temporaries_bytes=temporaries_bytes,
         page_bytes=bytes_per_page,
         num_pages=num_pages,
@@ -272,11 +279,12 @@ def _scheduler_limits(config: EngineConfig, info: EngineInfo, spec: ModelSpec, s
         max_model_len=info.max_model_len,
         num_pages=info.num_pages,
         page_size=info.page_size,
-        num_groups=len(spec.kv_groups),
+        groups=group_limits(spec),
         max_penalty_slots=shape.max_penalty_slots,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         eos_token_ids=frozenset(info.eos_token_ids),
         rope_original_length=spec.rope_original_length,
+        has_recurrent_state=bool(spec.recurrent_layers),
     )

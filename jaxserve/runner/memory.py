@@ -23,7 +23,8 @@ import psutil
 from jax.typing import DTypeLike
 
 from jaxserve.cgroup import memory_headroom
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, GroupLimits
+from jaxserve.core.page_counts import longest_fit
 from jaxserve.errors import ConfigError
 from jaxserve.models.spec import ModelSpec
 
@@ -51,7 +52,8 @@ class Budget(NamedTuple):
 class MemoryPlan:
     """What the device's memory holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers.
 
-    `temporaries_bytes` is 0 where nothing was set aside for them, as on CPU; then the table is silent about them.
+    `temporaries_bytes` is 0 where nothing was set aside for them, as on CPU, `recurrent_bytes` where no layer has a state by slot; then
+    the table is silent about them.
     """
 
     weights_bytes: int
@@ -61,6 +63,7 @@ class MemoryPlan:
     num_pages: int
     page_size: int
     reason: str
+    recurrent_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -69,12 +72,13 @@ class MemoryPlan:
 
     def table(self) -> str:
         """One line for each part and the sum."""
-        total = self.weights_bytes + self.state_bytes + self.temporaries_bytes + self.kv_bytes
+        total = self.weights_bytes + self.state_bytes + self.recurrent_bytes + self.temporaries_bytes + self.kv_bytes
         usable = (self.num_pages - 1) * self.page_size
         pages = f"{self.num_pages:,} pages of {self.page_size} = {usable:,} tokens and the null page; {self.reason}"
         rows = [
             ("weights", self.weights_bytes, ""),
             ("sampling and slot state", self.state_bytes, ""),
+            *([("recurrent state", self.recurrent_bytes, "for every slot")] if self.recurrent_bytes else []),
             *([("temporaries", self.temporaries_bytes, "largest step")] if self.temporaries_bytes else []),
             ("KV pages", self.kv_bytes, pages),
             ("total", total, ""),
@@ -111,7 +115,7 @@ def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0,
         default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves", free)
     if free <= 0:
         raise ConfigError(
-            f"slot and penalty state take {_gib(state_bytes)}, temporaries {_gib(temporaries_bytes)}: {_gib(-free)} more than is free. "
+            f"the state of sequences takes {_gib(state_bytes)}, temporaries {_gib(temporaries_bytes)}: {_gib(-free)} more than is free. "
             "Lower --max-num-seqs, --max-penalty-slots, --max-num-batched-tokens or --max-model-len."
         )
     if config.kv_cache_memory_bytes is None:
@@ -184,18 +188,29 @@ def num_pages_key(spec: ModelSpec, config: EngineConfig, dtype: DTypeLike, devic
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def resolve_max_model_len(config: EngineConfig, spec: ModelSpec, num_pages: int) -> tuple[int, str | None]:
+def group_limits(spec: ModelSpec) -> tuple[GroupLimits, ...]:
+    """What the scheduler knows of the model's KV groups."""
+    return tuple(GroupLimits(window=group.window, chunk=group.chunk) for group in spec.kv_groups)
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec, num_pages: int, *, max_chunk: int) -> tuple[int, str | None]:
     """The longest sequence, in tokens, and a message where it is not simply what was asked for or the model's own.
 
     Not given: the model's limit, lowered to what the pages hold. Given: must fit in the pages; above the model's limit it is
     accepted, with a message.
 
+    Args:
+        num_pages: From `choose_num_pages`.
+        max_chunk: Most tokens that a step computes of one sequence; layers with a window must hold them all beside it.
+
     Raises:
         ConfigError: The given length does not fit in the pages.
     """
-    # Each group of layers keeps its own pages for the whole length.
-    capacity = (num_pages - 1) // len(spec.kv_groups) * config.page_size
     wanted, derived = config.max_model_len, spec.derived_max_model_len
+    # Each group of layers keeps pages of its own, for the whole length or as far as its layers see.
+    capacity = longest_fit(
+        group_limits(spec), num_pages - 1, max_chunk=max_chunk, page_size=config.page_size, max_length=max(wanted or 0, derived)
+    )
     if wanted is None:
         if derived <= capacity:
             return derived, None

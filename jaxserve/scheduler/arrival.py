@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator
 
 from jaxserve.config import SchedulerLimits
+from jaxserve.core.page_counts import longest_fit
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import Sequence
 from jaxserve.errors import InvalidRequest
@@ -66,6 +67,7 @@ def make_sequences(request: Request, limits: SchedulerLimits, seq_ids: Iterator[
             num_prompt_tokens=length,
             max_length=max_length,
             page_tables=[[] for _ in range(limits.num_groups)],
+            num_dropped=[0] * limits.num_groups,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         for index in range(params.n)
@@ -73,4 +75,7 @@ def make_sequences(request: Request, limits: SchedulerLimits, seq_ids: Iterator[
 
 
 def _num_kv_tokens(limits: SchedulerLimits) -> int:
-    return (limits.num_pages - 1) // limits.num_groups * limits.page_size
+    """Positions of one sequence that all pages hold, as far as the context goes."""
+    return longest_fit(
+        limits.groups, limits.num_pages - 1, max_chunk=limits.max_chunk, page_size=limits.page_size, max_length=limits.max_model_len
+    )

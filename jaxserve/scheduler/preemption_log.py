@@ -41,7 +41,7 @@ class PreemptionLog:
             request.label or request.request_id,
             f" (sequence {victim.index} of {request.params.n})" if request.params.n > 1 else "",
             num_running,
-            sum(len(table) for table in victim.page_tables),
+            sum(len(table) for table in victim.page_tables) - sum(victim.num_dropped),
             self._num_pages - 1,
             victim.num_tokens,
             f" {self._num_silent} more preemptions since the last such line." if self._num_silent else "",

@@ -1,6 +1,6 @@
 """n > 1: one sequence of the request computes the prompt, the others take its full pages by reference.
 
-Works with prefix caching off too. The share is an owner of the pages itself, so they live until every child is admitted, even when
+Works with prefix caching off too, but not for models with a recurrent state, of which each sequence needs its own. The share is an owner of the pages itself, so they live until every child is admitted, even when
 the sequence that computed them finished, was aborted or preempted meanwhile. Knows no budget. Next: `scheduler.sequence_pages`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from jaxserve.cache.page_pool import NULL_PAGE
 from jaxserve.core.sequence import Sequence
 from jaxserve.scheduler.sequence_pages import PageTables, SequencePages
 
@@ -63,10 +64,15 @@ class PromptShares:
             self._close(share)
             return children
         num_pages = (sequence.num_prompt_tokens - 1) // self._page_size
-        share.pages = [table[:num_pages] for table in sequence.page_tables]
-        for table in share.pages:
-            self._pages.pool.touch(table)
+        share.pages = self._pages.shared_prefix(sequence, num_pages)
         return children
+
+    def end_unshared(self, sequence: Sequence, length: int) -> int:
+        """Of a sequence's first `length` tokens how many it may take for seen: no more than children will start behind."""
+        share = self._shares.get(sequence.request.request_id)
+        if share is None or share.leader is not sequence or share.pages is not None or sequence.rope_length != sequence.num_prompt_tokens:
+            return length
+        return min(length, (sequence.num_prompt_tokens - 1) // self._page_size * self._page_size)
 
     def on_admitted(self, sequence: Sequence) -> None:
         """A child has its own references now (or a sequence without a share was admitted: nothing happens)."""
@@ -108,7 +114,7 @@ class PromptShares:
 
     def owners(self) -> Counter[int]:
         """How often each page is held by a share."""
-        return Counter(page for share in self._shares.values() for table in share.pages or () for page in table)
+        return Counter(page for share in self._shares.values() for table in share.pages or () for page in table if page != NULL_PAGE)
 
     def _close_if_done(self, share: _Share) -> None:
         if not share.children:

@@ -98,6 +98,10 @@ class Scheduler:
         sequences = make_sequences(request, self.limits, self._seq_ids)
         self._requests[request.request_id] = sequences
         self._sequences.update((sequence.seq_id, sequence) for sequence in sequences)
+        if self.limits.has_recurrent_state:
+            for sequence in sequences:  # each computes the prompt itself
+                self._queue.push(sequence)
+            return
         self._queue.push(sequences[0])
         if len(sequences) > 1:
             self._shares.add(sequences)
@@ -175,7 +179,7 @@ class Scheduler:
         if self._make_room(seq, self._pages.num_missing(seq, end), draft):
             self._pages.grow(seq, end, draft.page_writes)
             draft.add_chunk(seq, num_tokens)
-            draft.num_reserved_pages += self._pages.num_missing(seq, seq.num_tokens)
+            draft.num_reserved_pages += self._pages.num_reserved(seq)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         want = seq.num_tokens - seq.num_computed_tokens
@@ -186,7 +190,7 @@ class Scheduler:
         while self._pages.pool.num_free < num_pages:
             if self._shares.drop_idle():
                 continue
-            if self._pages.pool.num_free + self._pages.num_deferred >= num_pages:
+            if self._pages.pool.num_free + self._pages.num_deferred + self._num_leaving() >= num_pages:
                 return False  # preempting more would free nothing sooner than the commit of the dispatched step
             victim = self._running.pop()
             self._preempt(victim)
@@ -194,6 +198,14 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
+
+    def _num_leaving(self) -> int:
+        """Pages that running sequences drop when dispatched steps are committed."""
+        return sum(
+            self._pages.num_leaving(seq, self._shares.end_unshared(seq, seq.num_computed_tokens))
+            for seq in self._running
+            if self._is_dispatched(seq)
+        )
 
     def _preempt(self, seq: Sequence) -> None:
         self._preemption_log.note(seq, len(self._running) + 1)
@@ -230,6 +242,7 @@ class Scheduler:
             self._num_cache_queries += seq.num_tokens
             self._num_cache_hits += len(prefix[0]) * self.limits.page_size
         self._pages.take_prefix(seq, prefix)
+        assert not (self.limits.has_recurrent_state and seq.num_computed_tokens), "no page holds the state before a prefix's end"
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         if seq.started_s is None:
@@ -242,12 +255,12 @@ class Scheduler:
         insort(self._running, seq, key=self._rank)
         draft.admissions.append(self._admission(seq, slot))
         draft.page_writes += [
-            PageWrite(slot, group, i, page) for group, table in enumerate(seq.page_tables) for i, page in enumerate(table)
+            PageWrite(slot, group, i, page) for group, table in enumerate(seq.page_tables) for i, page in enumerate(table) if page
         ]
         num_tokens = self._chunk(seq, draft.budget)
         self._pages.grow(seq, seq.num_computed_tokens + num_tokens, draft.page_writes)
         draft.add_chunk(seq, num_tokens)
-        draft.num_reserved_pages += self._pages.num_missing(seq, seq.num_tokens)
+        draft.num_reserved_pages += self._pages.num_reserved(seq)
 
     def _admission(self, seq: Sequence, slot: int) -> Admission:
         has_penalties = seq.penalty_slot is not None
@@ -282,6 +295,11 @@ class Scheduler:
                 self._pages.register_full(seq, start, end)
             if row.num_prompt_logprobs is not None:
                 collect(seq, start, result.prompt_logprobs[i] or [])
+            if shares and token_id is not None and token_id != -1 and seq.status is Status.RUNNING:
+                for child in shares.on_computed(seq, end):
+                    self._queue.push(child)
+            if end >= seq.drop_at and seq.status is Status.RUNNING:
+                self._pages.drop_unseen(seq, shares.end_unshared(seq, end))
             if token_id is None:
                 continue
             seq.num_pending_tokens -= 1
@@ -290,9 +308,6 @@ class Scheduler:
                 self._end(seq, FinishReason.ERROR)
                 events.append(end_event(seq, error=NOT_FINITE))
                 continue
-            if shares and seq.status is Status.RUNNING:
-                for child in shares.on_computed(seq, end):
-                    self._queue.push(child)
             token_ids = seq.token_ids
             token_ids.append(token_id)
             if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
@@ -372,7 +387,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that nothing is leaked or shared that must not be. For tests: it walks everything."""
         held = self._shares.owners() + self._pages.deferred_owners()
-        check_pages(self._pages, self._running, held, self.limits.page_size)
+        check_pages(self._pages, self._running, held, self.limits)
         assert self._running == sorted(self._running, key=self._rank)
         check_slots(self._free_slots, [seq.slot for seq in self._running], self.limits.max_num_seqs)
         check_slots(self._free_penalty_slots, [seq.penalty_slot for seq in self._running], self.limits.max_penalty_slots)

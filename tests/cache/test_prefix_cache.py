@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cache.page_pool import PagePool
 from jaxserve.cache.prefix_cache import PrefixCache
+from jaxserve.config import GroupLimits
 
 
 def store(
@@ -27,7 +28,7 @@ def store(
 
 
 def find(cache: PrefixCache, tokens: list[int], page_size: int, root: bytes | None = None) -> list[list[int]]:
-    return cache.find([], root or cache.chain_root(), tokens, (len(tokens) - 1) // page_size)
+    return cache.find([], root or cache.chain_root(), tokens, (len(tokens) - 1) // page_size).tables
 
 
 def test_a_hit_is_the_longest_chain_of_full_pages_and_leaves_the_last_token() -> None:
@@ -86,7 +87,7 @@ def test_hashes_are_made_only_as_far_as_the_search_goes() -> None:
 
 def test_a_hit_needs_every_group() -> None:
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, num_groups=2)
+    cache = PrefixCache(pool, 2, (GroupLimits(),) * 2)
     tables = store(cache, pool, [1, 2, 3, 4, 5, 6], 2, groups=2)
     assert find(cache, [1, 2, 3, 4, 5, 6, 7], 2) == tables
     pool.touch([page for page in range(1, 20) if page != tables[1][2]])

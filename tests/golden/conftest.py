@@ -24,6 +24,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
+from jaxserve.runner.memory import group_limits
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
 
@@ -53,6 +54,7 @@ class TinyModel:
         limits = SchedulerLimits(
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN, num_pages=ARRAY_PAGES,
             page_size=shape.page_size, rope_original_length=self.spec.rope_original_length,
+            groups=group_limits(self.spec), has_recurrent_state=bool(self.spec.recurrent_layers),
         )  # fmt: skip
         limits = dataclasses.replace(limits, **changes)
         info = EngineInfo(

@@ -174,21 +174,36 @@ def test_key_follows_what_the_programs_depend_on() -> None:
 
 def test_max_model_len() -> None:
     spec = llama()  # 8,192
-    assert resolve_max_model_len(CONFIG, spec, 513) == (8192, None)
-    lowered, message = resolve_max_model_len(CONFIG, spec, 101)
+    assert resolve_max_model_len(CONFIG, spec, 513, max_chunk=512) == (8192, None)
+    lowered, message = resolve_max_model_len(CONFIG, spec, 101, max_chunk=512)
     assert lowered == 1600
     assert message is not None
     assert "8,192" in message
     assert "1,600" in message
     given = EngineConfig(model="m", max_model_len=1600)
-    assert resolve_max_model_len(given, spec, 101) == (1600, None)
+    assert resolve_max_model_len(given, spec, 101, max_chunk=512) == (1600, None)
     with pytest.raises(ConfigError, match=r"1,600.*hold 1,584 tokens.*--max-model-len 1584"):
-        resolve_max_model_len(given, spec, 100)
-    longer, warning = resolve_max_model_len(EngineConfig(model="m", max_model_len=9000), spec, 1000)
+        resolve_max_model_len(given, spec, 100, max_chunk=512)
+    longer, warning = resolve_max_model_len(EngineConfig(model="m", max_model_len=9000), spec, 1000, max_chunk=512)
     assert longer == 9000
     assert warning is not None
     assert "8,192" in warning
-    assert resolve_max_model_len(CONFIG, windowed(spec, range(15)), 101)[0] == 800
+
+
+def test_max_model_len_with_windows() -> None:
+    """Half of the layers see 128 positions: with a chunk of c tokens they hold 127 + c, in at most (127 + c + 14) // 16 + 1 pages."""
+    spec = windowed(llama(), range(15))
+    # 100 pages are 59 and 41: 512 tokens of a chunk beside the window touch 41 pages.
+    assert resolve_max_model_len(CONFIG, spec, 101, max_chunk=512)[0] == 59 * 16
+    # 88 and 12.
+    assert resolve_max_model_len(CONFIG, spec, 101, max_chunk=48)[0] == 88 * 16
+    # As long as nothing falls out, both halves hold everything.
+    assert resolve_max_model_len(CONFIG, spec, 81, max_chunk=512)[0] == 40 * 16
+    with pytest.raises(ConfigError, match=r"2,000.*hold 1,408 tokens"):
+        resolve_max_model_len(EngineConfig(model="m", max_model_len=2000), spec, 101, max_chunk=48)
+    # Windows alone: a sequence may be as long as the model allows.
+    assert resolve_max_model_len(CONFIG, windowed(llama(), range(30)), 42, max_chunk=512) == (8192, None)
+    assert resolve_max_model_len(CONFIG, windowed(llama(), range(30)), 41, max_chunk=512)[0] == 40 * 16
 
 
 @pytest.mark.parametrize(

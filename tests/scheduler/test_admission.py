@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.config import GroupLimits
 from jaxserve.errors import InvalidRequest
 from jaxserve.testing import CountingLoop
+
+TWO_FULL = (GroupLimits(), GroupLimits())
 
 
 def admitted(loop: CountingLoop) -> list[int]:
@@ -125,7 +128,7 @@ def test_seeds(make_loop) -> None:
         (64, {}, r"64 tokens, but the context is 64 tokens.*shorten the prompt or raise --max-model-len"),
         (80, {}, r"80 tokens, but the context is 64 tokens"),
         (37, {"num_pages": 10}, r"37 tokens, but all 9 KV pages together hold 36 tokens.*--kv-cache-memory-bytes"),
-        (17, {"num_pages": 10, "num_groups": 2}, r"all 9 KV pages together hold 16 tokens"),
+        (17, {"num_pages": 10, "groups": TWO_FULL}, r"all 9 KV pages together hold 16 tokens"),
     ],
 )
 def test_what_can_never_fit_is_refused_at_arrival(make_loop, prompt_length: int, limits: dict[str, int], expected: str) -> None:
@@ -138,7 +141,7 @@ def test_what_can_never_fit_is_refused_at_arrival(make_loop, prompt_length: int,
     loop.run()
 
 
-@pytest.mark.parametrize(("prompt_length", "limits"), [(63, {}), (36, {"num_pages": 10}), (16, {"num_pages": 10, "num_groups": 2})])
+@pytest.mark.parametrize(("prompt_length", "limits"), [(63, {}), (36, {"num_pages": 10}), (16, {"num_pages": 10, "groups": TWO_FULL})])
 def test_the_largest_prompt_is_served(make_loop, prompt_length: int, limits: dict[str, int]) -> None:
     loop = make_loop(**limits)
     loop.add("a", [1] * prompt_length, max_tokens=None)

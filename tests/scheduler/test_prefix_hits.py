@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.cache.prefix_cache import PrefixCache
+from jaxserve.cache.prefix_cache import Hit, PrefixCache
+from jaxserve.config import GroupLimits
 from jaxserve.testing import CountingLoop, solo_output
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -75,7 +76,7 @@ def test_off_means_off(make_loop) -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_hits_with_groups(make_loop, num_groups: int) -> None:
-    loop = make_loop(num_groups=num_groups)
+    loop = make_loop(groups=(GroupLimits(),) * num_groups)
     serve(loop, "a", PROMPT)
     assert serve(loop, "b", PROMPT) == 8
 
@@ -160,10 +161,10 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     find = PrefixCache.find
 
-    def note(self: PrefixCache, *args) -> list[list[int]]:
-        tables = find(self, *args)
-        found.append(len(tables[0]))
-        return tables
+    def note(self: PrefixCache, *args) -> Hit:
+        hit = find(self, *args)
+        found.append(len(hit.tables[0]))
+        return hit
 
     monkeypatch.setattr(PrefixCache, "find", note)
     return found

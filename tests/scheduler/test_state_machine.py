@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from jaxserve.config import SchedulerLimits
+from jaxserve.config import GroupLimits, SchedulerLimits
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
@@ -25,6 +25,19 @@ EOS = frozenset({7})
 MAX_IN_FLIGHT = 2
 POISON = VOCAB - 1
 
+FULL = GroupLimits()
+GROUPS = [
+    (FULL,),
+    (FULL,),
+    (FULL, FULL),
+    (FULL, GroupLimits(window=5)),
+    (GroupLimits(window=1),),
+    (GroupLimits(window=4),),
+    (FULL, GroupLimits(chunk=6)),
+    (GroupLimits(window=3), GroupLimits(window=8)),
+    (GroupLimits(chunk=8), GroupLimits(window=6), FULL),
+]
+
 num_steps = 0
 
 limits_strategy = st.builds(
@@ -32,9 +45,9 @@ limits_strategy = st.builds(
     max_num_seqs=st.sampled_from([1, 2, 4, 9]),
     max_num_batched_tokens=st.sampled_from([1, 7, 21, 64]),
     max_model_len=st.sampled_from([24, 48]),
-    num_pages=st.integers(7, 24),
+    num_pages=st.integers(7, 32),
     page_size=st.sampled_from([1, 2, 2, 4]),
-    num_groups=st.sampled_from([1, 1, 1, 2]),
+    groups=st.sampled_from(GROUPS),
     max_penalty_slots=st.sampled_from([1, 2]),
     enable_prefix_caching=st.booleans(),
     scheduling_policy=st.sampled_from(["fcfs", "priority"]),
@@ -210,7 +223,7 @@ def test_random_lives() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=90,
+            max_examples=140,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from jaxserve.config import SchedulerLimits
+from jaxserve.config import GroupLimits, SchedulerLimits
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.events import StepResult
 from jaxserve.core.plan import PageWrite, Plan
@@ -44,7 +44,7 @@ def test_a_page_is_written_to_the_table_when_the_first_token_needs_it(make_loop)
 
 
 def test_every_group_has_its_own_table(make_loop) -> None:
-    loop = make_loop(num_groups=2)
+    loop = make_loop(groups=(GroupLimits(),) * 2)
     loop.add("a", [1, 2, 3, 4, 5], max_tokens=1)
     assert loop.step().page_writes == (PageWrite(0, 0, 0, 1), PageWrite(0, 0, 1, 2), PageWrite(0, 1, 0, 3), PageWrite(0, 1, 1, 4))
 
