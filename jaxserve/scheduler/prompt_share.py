@@ -1,7 +1,8 @@
 """n > 1: one sequence of the request computes the prompt, the others take its full pages by reference.
 
-Works with prefix caching off too, but not for models with a recurrent state, of which each sequence needs its own. The share is an owner of the pages itself, so they live until every child is admitted, even when
-the sequence that computed them finished, was aborted or preempted meanwhile. Knows no budget. Next: `scheduler.sequence_pages`.
+Works with prefix caching off too, but not for models with a recurrent state, of which each sequence needs its own. The share is an owner
+of the pages itself, so they live until every child is admitted, even when the sequence that computed them finished, was aborted or
+preempted meanwhile. Knows no budget. Next: `scheduler.sequence_pages`.
 """
 
 from __future__ import annotations
