@@ -85,7 +85,8 @@ class SequenceRun:
             hidden, *memory = model.forward(tokens, ctx, *memory, is_decode=is_decode)
             return model.logits(hidden), memory
 
-        self.step = jax.jit(step, static_argnums=0)
+        # Compiling takes nearly all the time; what LLVM does not optimize runs fast enough.
+        self.step = jax.jit(step, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
         self.start()
 
     def start(self, rope_length: int = 0) -> None:
