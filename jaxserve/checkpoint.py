@@ -152,6 +152,19 @@ class Checkpoint:
         token_id = self._tokenizer_eos()
         return frozenset(ids if token_id is None else ids | {token_id})
 
+    @cached_property
+    def num_token_ids(self) -> int | None:
+        """Ids that the tokenizer has are below it; a model's vocabulary may be padded beyond them. None without a tokenizer."""
+        vocab = self._tokenizer.get("model", {}).get("vocab") or ()
+        ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+        ids += [entry["id"] for entry in self._tokenizer.get("added_tokens") or ()]
+        ids += map(int, self._json("tokenizer_config.json", is_optional=True).get("added_tokens_decoder") or ())
+        return max(ids) + 1 if vocab else None
+
+    @cached_property
+    def _tokenizer(self) -> dict[str, Any]:
+        return self._json("tokenizer.json", is_optional=True)
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as stored.
 
@@ -202,9 +215,8 @@ class Checkpoint:
         for token_id, entry in added.items():
             if entry.get("content") == content:
                 return int(token_id)
-        tokenizer = self._json("tokenizer.json", is_optional=True)
-        ids = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or []}
-        vocab = tokenizer.get("model", {}).get("vocab")
+        ids = {entry["content"]: entry["id"] for entry in self._tokenizer.get("added_tokens") or []}
+        vocab = self._tokenizer.get("model", {}).get("vocab")
         return ids.get(content, vocab.get(content) if isinstance(vocab, dict) else None)
 
 

@@ -101,7 +101,7 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
-        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory)
+        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids)
         detail(f"{plan.num_pages:,} pages")
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
@@ -149,7 +149,13 @@ def _choose_attention(config: EngineConfig, device: jax.Device) -> tuple[str, st
 
 
 def _plan_memory(
-    config: EngineConfig, spec: ModelSpec, model: Any, dtype: str, device: jax.Device, cache_directory: Path
+    config: EngineConfig,
+    spec: ModelSpec,
+    model: Any,
+    dtype: str,
+    device: jax.Device,
+    cache_directory: Path,
+    num_token_ids: int | None,
 ) -> tuple[RunnerShape, MemoryPlan]:
     """Decides the number of pages and the longest sequence, hence every shape."""
     defaults = _DEFAULT_LIMITS["cpu" if device.platform == "cpu" else "gpu"]
@@ -168,6 +174,7 @@ def _plan_memory(
         max_penalty_slots=min(config.max_penalty_slots, max_num_seqs),
         num_logprobs=max(config.max_logprobs, 0),
         has_full_logprobs=config.max_logprobs == -1,
+        num_token_ids=num_token_ids,
     )
     state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
     recurrent_bytes = tree_bytes(recurrent_state_shapes(spec, shape.num_slots))

@@ -35,6 +35,7 @@ class RunnerShape:
         num_pages: Length of each page array, the null page included.
         num_logprobs: Width of the top log-probabilities that a step returns.
         has_full_logprobs: Return the whole vocabulary instead.
+        num_token_ids: Ids that may be drawn are below it; None is the whole vocabulary.
     """
 
     buckets: Buckets
@@ -44,6 +45,7 @@ class RunnerShape:
     max_penalty_slots: int
     num_logprobs: int = 20
     has_full_logprobs: bool = False
+    num_token_ids: int | None = None
 
     @property
     def num_slots(self) -> int:
@@ -137,8 +139,10 @@ class ModelRunner:
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
         layout = self._layouts[bucket]
+        shape = self.shape
         traced = jax.jit(
-            partial(step, self._graphdef, layout, self.shape.num_logprobs, self.shape.has_full_logprobs), donate_argnums=(1, 2, 3, 4)
+            partial(step, self._graphdef, layout, shape.num_logprobs, shape.has_full_logprobs, num_token_ids=shape.num_token_ids),
+            donate_argnums=(1, 2, 3, 4),
         )
         weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self._weights)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)

@@ -3,7 +3,8 @@
 Order (vLLM's): log-probabilities are of the raw logits; then min_tokens mask and logit_bias; repetition, frequency and presence
 penalties; greedy rows take the argmax; the others temperature, min_p, top_k, top_p and one draw (`runner.filters`). Each part
 is a `lax.cond` branch, so one program serves every mix of options and costs what its rows ask for. A row's token depends on
-its own logits, parameters, seed and position only: not on the batch, the row or the slot.
+its own logits, parameters, seed and position only: not on the batch, the row or the slot. A model's vocabulary may be padded beyond its
+tokenizer's: such ids are never drawn, but they stay in log-probabilities and greedy rows, which are what the model says.
 
 Knows nothing of sequences, stop strings or buckets. Next: `jaxserve.runner.step` calls `sample`; the scheduler commits the ids.
 """
@@ -53,6 +54,7 @@ def sample(
     num_logprobs: int,
     full_logprobs: bool,
     wants_logprobs: Bool[Array, ""],
+    num_token_ids: int | None = None,
 ) -> tuple[SampledTokens, PenaltyState]:
     """One token for each row, and the penalty state with it counted.
 
@@ -65,6 +67,7 @@ def sample(
         num_logprobs: Static; most likely tokens reported for each row.
         full_logprobs: Static; report the whole vocabulary, in vocabulary order, instead.
         wants_logprobs: Scalar; when False the log-probability outputs are zeros and cost nothing.
+        num_token_ids: Static; only ids below it are drawn. None is the whole vocabulary.
 
     Returns:
         `SampledTokens`; token_id is -1 where a row's largest logit is not finite (NaN, +inf, or nothing but -inf).
@@ -78,7 +81,7 @@ def sample(
         lambda: logits,
     )
     is_random = wants_sample & (params.temperature > 0)
-    token_id = _choose(adjusted, params, slots.seed[row_slot], position, is_random)
+    token_id = _choose(adjusted, params, slots.seed[row_slot], position, is_random, num_token_ids or logits.shape[1])
 
     counted_slot = jnp.where(has_penalty & (token_id >= 0), params.penalty_slot, null_slot + 1)  # out of bounds is dropped
     counts = penalties.output_counts.at[counted_slot, token_id].add(1, mode="drop")
@@ -150,8 +153,10 @@ def _adjust(logits: jax.Array, params: _RowParams, penalties: PenaltyState, posi
     return logits - params.presence_penalty[:, None] * (counts > 0)
 
 
-def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: jax.Array, is_random: jax.Array) -> jax.Array:
-    """Greedy token, or a random draw where `is_random`; -1 where the largest logit is not finite."""
+def _choose(
+    logits: jax.Array, params: _RowParams, seed: jax.Array, position: jax.Array, is_random: jax.Array, num_token_ids: int
+) -> jax.Array:
+    """Greedy token, or a draw from ids below `num_token_ids` where `is_random`; -1 where the largest logit is not finite."""
     best = jnp.max(logits, axis=-1)
     is_finite = jnp.isfinite(best)
     greedy = first_true(logits == best[:, None])
@@ -160,13 +165,17 @@ def _choose(logits: jax.Array, params: _RowParams, seed: jax.Array, position: ja
 
     def random() -> jax.Array:
         temperature = jnp.where(is_random, params.temperature, 1.0)
-        below_best = (best[:, None] - logits) / temperature[:, None]
+        drawable, top = logits, best
+        if num_token_ids < logits.shape[1]:
+            drawable = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < num_token_ids, logits, -jnp.inf)
+            top = jnp.max(drawable, axis=-1)
+        below_best = (top[:, None] - drawable) / temperature[:, None]
         bound = lax.cond(
             jnp.any(has_filter),
             lambda: keep_within(below_best, Filters(params.top_k, params.top_p, params.min_p), has_filter),
             lambda: jnp.full_like(best, jnp.inf),
         )
-        drawn = draw(below_best, bound, fold_in(seed, position))
+        drawn = jnp.where(jnp.isfinite(top), draw(below_best, bound, fold_in(seed, position)), -1)
         return jnp.where(is_random, drawn, greedy)
 
     token_id = lax.cond(jnp.any(is_random), random, lambda: greedy)

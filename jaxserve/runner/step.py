@@ -37,8 +37,13 @@ def step(
     penalties: PenaltyState,
     states: RecurrentStates,
     packed: jax.Array,
+    *,
+    num_token_ids: int | None = None,
 ) -> tuple[KVPages, SlotState, PenaltyState, RecurrentStates, StepOutputs]:
-    """Runs one bucket. The first four arguments are static; pages, slots, penalties and states are donated; `packed` is int32."""
+    """Runs one bucket.
+
+    The first four arguments and the last are static; pages, slots, penalties and states are donated; `packed` is int32.
+    """
     bucket = layout.bucket
     inputs = {name: lax.slice(packed, (s.offset,), (s.end,)).reshape(s.shape) for name, s in layout.sections.items()}
     slots = apply_page_writes(_admit_slots(slots, inputs["admissions"]), inputs["page_writes"])
@@ -58,6 +63,7 @@ def step(
     sampled, penalties = sample(
         logits, slots, penalties, sample_slot, sample_position, is_sampled,
         num_logprobs=num_logprobs, full_logprobs=has_full_logprobs, wants_logprobs=inputs["wants_logprobs"][0] > 0,
+        num_token_ids=num_token_ids,
     )  # fmt: skip
     slots = _advance(slots, row_slot, row_tokens, ctx.kv_length, jnp.where(is_sampled, sample_slot, slots.length.shape[0] - 1), sampled)
     prompt = None

@@ -99,6 +99,20 @@ def test_end_tokens_without_any(copy):
     assert checkpoint.eos_token_ids == frozenset() and checkpoint.generation_config == {}
 
 
+def test_number_of_token_ids(copy):
+    assert open_checkpoint(copy).num_token_ids == 320
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {"330": {"content": "<tool>"}}}))
+    assert open_checkpoint(copy).num_token_ids == 331
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": 340, "content": "<more>"})
+    tokenizer["model"] = {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert open_checkpoint(copy).num_token_ids == 341
+    (copy / "tokenizer.json").unlink()
+    assert open_checkpoint(copy).num_token_ids is None
+
+
 def test_reading_loads_no_jax(copy):
     code = f"""
 import sys

@@ -21,7 +21,7 @@ def expected(golden_real_dir):
 
 @pytest.fixture(scope="module")
 def engine(gemma3_model):
-    config = EngineConfig(model=str(gemma3_model), device="cpu", dtype="float32", max_model_len=3200, max_num_seqs=8,
+    config = EngineConfig(model=str(gemma3_model), device="cpu", dtype="float32", max_model_len=3200, max_num_seqs=2,
                           max_num_batched_tokens=256, enable_prompt_logprobs=True)  # fmt: skip
     engine = build_engine(config)
     yield engine

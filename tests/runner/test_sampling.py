@@ -49,11 +49,11 @@ def make_penalties(vocab: int) -> PenaltyState:
 
 
 @cache
-def compiled_sample(full_logprobs: bool) -> Any:
+def compiled_sample(full_logprobs: bool, num_token_ids: int | None = None) -> Any:
     def run(logits: Any, slots: Any, penalties: Any, row_slot: Any, position: Any, wants_sample: Any, wants_logprobs: Any) -> Any:
         return sample(
             logits, slots, penalties, row_slot, position, wants_sample,
-            num_logprobs=20, full_logprobs=full_logprobs, wants_logprobs=wants_logprobs,
+            num_logprobs=20, full_logprobs=full_logprobs, wants_logprobs=wants_logprobs, num_token_ids=num_token_ids,
         )  # fmt: skip
 
     return jax.jit(run)
@@ -61,7 +61,7 @@ def compiled_sample(full_logprobs: bool) -> Any:
 
 def run_sample(
     logits: np.ndarray, slots: SlotState, penalties: PenaltyState | None = None, *, row_slot: Any = None, position: Any = None,
-    wants: Any = None, logprobs: bool = False, full: bool = False, pad_to: int = NUM_ROWS,
+    wants: Any = None, logprobs: bool = False, full: bool = False, pad_to: int = NUM_ROWS, num_token_ids: int | None = None,
 ) -> tuple[SampledTokens, PenaltyState]:  # fmt: skip
     """One call; rows are padded to a multiple of `pad_to`, so that the tests share few compiled programs."""
     num_rows, vocab = logits.shape
@@ -69,7 +69,7 @@ def run_sample(
     row_slot = np.arange(num_rows) if row_slot is None else row_slot
     position = np.full(num_rows, 10) if position is None else position
     wants = np.ones(num_rows, bool) if wants is None else wants
-    sampled, penalties = compiled_sample(full)(
+    sampled, penalties = compiled_sample(full, num_token_ids)(
         jnp.asarray(np.pad(logits, ((0, padding), (0, 0))), jnp.float32), slots, penalties or make_penalties(vocab),
         jnp.asarray(np.pad(row_slot, (0, padding), constant_values=NULL_SLOT), jnp.int32),
         jnp.asarray(np.pad(position, (0, padding)), jnp.int32), jnp.asarray(np.pad(wants, (0, padding))), jnp.asarray(logprobs),
@@ -419,3 +419,29 @@ def test_program_sorts_no_vocabulary_and_copies_no_penalty_state() -> None:
     assert not re.findall(rf"= {state_shape}\S* (?:copy|convert|select|copy-start)\(", text)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= NUM_PENALTY_SLOTS * vocab * 10  # counts, prompt, bias, stop: all donated
+
+
+def test_padded_ids_are_never_drawn():
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(NUM_ROWS, VOCAB)).astype(np.float32)
+    logits[:, 300:] += 4.0  # the most likely ones are padding
+    options = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 90, "top_p": 0.9}, {"temperature": 3.0}, {}]
+    slots = make_slots(*({"temperature": 1.0, "seed": (i, 7)} | row for i, row in enumerate(options)), {"temperature": 0.0})
+    unpadded = logits[:, :300]
+    for position in range(50):
+        at = np.full(NUM_ROWS, position)
+        got, _ = run_sample(logits, slots, position=at, logprobs=True, num_token_ids=300)
+        drawn = np.asarray(got.token_id[:7])
+        assert drawn.max() < 300
+        # The same as of a vocabulary without them.
+        np.testing.assert_array_equal(drawn, run_sample(unpadded, slots, position=at)[0].token_id[:7])
+    # Greedy rows and log-probabilities are of the whole vocabulary.
+    assert int(got.token_id[7]) == int(logits[7].argmax()) >= 300
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(got.logprob, every[np.arange(NUM_ROWS), got.token_id], atol=1e-5)
+
+
+def test_row_with_nothing_but_padding_to_draw():
+    logits = np.full((1, VOCAB), -np.inf, np.float32)
+    logits[0, 400] = 1.0
+    assert int(run_sample(logits, make_slots({"temperature": 1.0}), num_token_ids=300)[0].token_id[0]) == -1
