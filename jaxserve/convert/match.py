@@ -79,7 +79,8 @@ def cut_out(spec: TensorSpec, source: SourceTensor) -> SourceTensor:
         return (part.swapaxes(-1, -2) if cut.is_transposed else part).reshape(spec.shape)[a:b]
 
     # Adjacent rows as they are can be read piece by piece; a piece of anything else would read all of its rows again.
-    is_plain = len(cut.index) == 1 and not cut.is_transposed and first % multiple == 0 and spec.shape[1:] == source.shape[1:]
+    is_aligned = (start, stop) == (first, last)
+    is_plain = len(cut.index) == 1 and not cut.is_transposed and is_aligned and spec.shape[1:] == source.shape[1:]
     return replace(
         source,
         shape=spec.shape,
