@@ -13,7 +13,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import config_values
 from jaxserve.models.families.common import Config, attention_of
 from jaxserve.models.families.qwen_moe import NAMES, mlps_of
-from jaxserve.models.spec import Cut, Family, LayerSpec, ModelSpec, NormSpec, QKNormSpec, RecurrentSpec
+from jaxserve.models.spec import Cut, Family, LayerSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec, RecurrentSpec
 
 _DEFAULTS = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16,
@@ -32,13 +32,19 @@ def resolve(values: Mapping[str, Any]) -> ModelSpec:
     rope, qk_norm = config.rope(default_partial=0.25), QKNormSpec(norm=norm)
     attention = config.attention(rope, has_qkv_bias=has_bias, has_out_bias=has_bias, qk_norm=qk_norm, has_gate=True)
     recurrent = _recurrent(config, NormSpec(eps))
-    shared = config.size("shared_expert_intermediate_size")
-    moe = config.moe(is_normalized=config.flag("norm_topk_prob"), shared_size=shared, has_shared_gate=True)
     layers = [
         LayerSpec(attention=recurrent if is_recurrent else attention, mlp=mlp)
-        for is_recurrent, mlp in zip(_recurrent_layers(config), mlps_of(config, moe), strict=True)
+        for is_recurrent, mlp in zip(_recurrent_layers(config), _mlps(config), strict=True)
     ]
     return config.model("qwen3_next", "Qwen3NextForCausalLM", layers, norm)
+
+
+def _mlps(config: Config) -> list[MLPSpec | MoESpec]:
+    if config.values["num_experts"] == 0:
+        return [config.mlp()] * config.num_layers
+    shared = config.size("shared_expert_intermediate_size")
+    moe = config.moe(is_normalized=config.flag("norm_topk_prob"), shared_size=shared, has_shared_gate=True)
+    return mlps_of(config, moe)
 
 
 def _recurrent_layers(config: Config) -> list[bool]:
