@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 
-_LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -41,8 +41,8 @@ class PreTokenizer:
     adds_bos: bool = False
 
 
-_LLAMA3 = PreTokenizer(pattern=_LLAMA3_PATTERN, is_whole_word_first=True, adds_bos=True)
-_QWEN2 = PreTokenizer(pattern=_QWEN2_PATTERN, is_nfc=True)
+_LLAMA3 = PreTokenizer(pattern=LLAMA3_PATTERN, is_whole_word_first=True, adds_bos=True)
+_QWEN2 = PreTokenizer(pattern=QWEN2_PATTERN, is_nfc=True)
 _SINGLE_DIGITS = PreTokenizer(is_digit_single=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -67,13 +67,16 @@ def pre_tokenizer_of(metadata: Mapping[str, Any]) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> dict[str, Any]:
+def byte_level_bpe(
+    tokens: list[str], merges: list[str], pre: PreTokenizer, *, what: str = "GGUF metadata: tokenizer.ggml.merges"
+) -> dict[str, Any]:
     """The tokenizer.json without special tokens.
 
     Args:
         tokens: By id, in the byte alphabet of GPT-2.
         merges: Two tokens and a space between each, most important first.
         pre: How text is cut.
+        what: Where the merges come from, for messages.
     """
     vocab = {token: i for i, token in enumerate(tokens)}
     steps: list[dict[str, Any]] = []
@@ -86,16 +89,16 @@ def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> d
         "normalizer": {"type": "NFC"} if pre.is_nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "ignore_merges": pre.is_whole_word_first, "vocab": vocab, "merges": _pairs(merges, vocab)},
+        "model": {"type": "BPE", "ignore_merges": pre.is_whole_word_first, "vocab": vocab, "merges": _pairs(merges, vocab, what)},
     }
 
 
-def _pairs(merges: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def _pairs(merges: list[str], vocab: Mapping[str, int], what: str) -> list[tuple[str, str]]:
     pairs = []
     for merge in merges:
         cut = merge.find(" ", 1)  # the first token may itself begin with a space
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 0 or not (left in vocab and right in vocab and left + right in vocab):
-            raise CheckpointError(f"GGUF metadata: tokenizer.ggml.merges holds {merge!r}, which does not join two tokens into a third.")
+            raise CheckpointError(f"{what} holds {merge!r}, which does not join two tokens into a third.")
         pairs.append((left, right))
     return pairs

@@ -13,8 +13,8 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 
 # tokenizer.ggml.token_type of pieces that may be merged
-_NORMAL = 1
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+NORMAL = 1
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
@@ -56,16 +56,16 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: lis
             "type": "BPE",
             "unk_token": tokens[unknown],
             "fuse_unk": True,
-            "byte_fallback": all(token in vocab for token in _BYTES),
+            "byte_fallback": all(token in vocab for token in BYTES),
             "vocab": vocab,
-            "merges": _merges(tokens, scores, types),
+            "merges": score_merges(tokens, scores, types),
         },
     }
 
 
-def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
+def score_merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
     """Every cut of every normal piece into two, the highest score first; cuts of one piece by the ids of their parts."""
-    ids = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _NORMAL}
+    ids = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == NORMAL}
     found = []
     for token, i in ids.items():
         for cut in range(1, len(token)):

@@ -13,13 +13,11 @@ from typing import Any
 
 from jaxserve.convert.gguf_byte_level import byte_level_bpe, pre_tokenizer_of
 from jaxserve.convert.gguf_sentencepiece import sentencepiece_bpe
+from jaxserve.convert.tokenizer_json import FLAGS, post_processor, whole
 from jaxserve.errors import CheckpointError
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-# Added tokens are found in text as they are.
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 def tokenizer_files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str, bytes]:
@@ -47,13 +45,8 @@ def tokenizer_files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str
             raise CheckpointError(f"GGUF metadata: tokenizer.ggml.add_{name}_token is set but tokenizer.ggml.{name}_token_id is missing.")
     special = {i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)} | set(ids.values())
     defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
-    tokenizer |= {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": tokens[i], **_FLAGS, "special": i in special} for i in sorted(special | defined)],
-        "post_processor": _post_processor(*([(ids[name], tokens[ids[name]])] if is_added else [] for name, is_added in adds.items())),
-    }
+    processor = post_processor(*([(ids[name], tokens[ids[name]])] if is_added else [] for name, is_added in adds.items()))
+    tokenizer = whole(tokenizer, {i: (tokens[i], i in special) for i in special | defined}, processor)
     config = _tokenizer_config(metadata, tokens, ids, special, defined, adds)
     files = {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
@@ -89,29 +82,12 @@ def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]
     return ids
 
 
-def _post_processor(bos: list[tuple[int, str]], eos: list[tuple[int, str]]) -> dict[str, Any] | None:
-    """Puts BOS before and EOS after a text, each given as no or one (id, token)."""
-    if not bos and not eos:
-        return None
-
-    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        before, after = ([{"SpecialToken": {"id": token, "type_id": type_id}} for _, token in affix] for affix in (bos, eos))
-        return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": around("A", 0),
-        "pair": around("A", 0) + around("B", 1),
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for i, token in bos + eos},
-    }
-
-
 def _tokenizer_config(
     metadata: Mapping[str, Any], tokens: list[str], ids: dict[str, int], special: set[int], defined: set[int], adds: dict[str, bool]
 ) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": {str(i): {"content": tokens[i], **_FLAGS, "special": i in special} for i in sorted(special | defined)},
+        "added_tokens_decoder": {str(i): {"content": tokens[i], **FLAGS, "special": i in special} for i in sorted(special | defined)},
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
         "add_bos_token": adds["bos"],

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from jaxserve.convert.read_safetensors import PICKLED, SMALL_FILES, pickle_message
 from jaxserve.convert.source import listed
+from jaxserve.convert.tokenizer_files import SOURCES
 from jaxserve.errors import CheckpointError
 
 _HUB_ID = re.compile(r"(?=.{1,96}$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PATTERNS = ["config.json", *SMALL_FILES, "*.safetensors", "*.safetensors.index.json"]
+_PATTERNS = ["config.json", *SMALL_FILES, *SOURCES, "*.safetensors", "*.safetensors.index.json"]
 # Copies of the weights for other programs.
 _OTHER_COPIES = ["*/*", "consolidated*"]
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.convert.source import Source, SourceTensor, listed, read_exactly
+from jaxserve.convert.tokenizer_files import convert_tokenizer
 from jaxserve.errors import CheckpointError
 
 SMALL_FILES = (
@@ -77,6 +78,8 @@ def read_directory(path: Path) -> Source:
     if lost:
         raise CheckpointError(f"{path}: the index names tensors that its files do not hold: {listed(lost)}. Download the files again.")
     small_files = {name: (path / name).read_bytes() for name in SMALL_FILES if (path / name).is_file()}
+    if "tokenizer.json" not in small_files:
+        small_files |= convert_tokenizer(path, config)
     notes = () if "tokenizer.json" in small_files else ("no tokenizer.json: text cannot be encoded, only token ids can be served",)
     return Source("safetensors", tuple(files), config, tensors, small_files, notes)
 

@@ -22,6 +22,7 @@ from jaxserve.checkpoint import FORMAT_VERSION, is_checkpoint, open_checkpoint
 from jaxserve.config import cache_dir
 from jaxserve.convert.hub import download, is_hub_id
 from jaxserve.convert.read_safetensors import SMALL_FILES
+from jaxserve.convert.tokenizer_files import SOURCES
 from jaxserve.errors import ERROR_PREFIX, CheckpointError
 from jaxserve.logs import announce
 
@@ -72,8 +73,8 @@ def resolve_model(
 def _path_identity(path: Path) -> str:
     """What a path holds, without reading it: the files that matter, with size and time of last change."""
     if path.is_dir():
-        names = {"config.json", "model.safetensors.index.json", *SMALL_FILES}
-        files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors" or file.name in names)
+        patterns = ("config.json", "model.safetensors.index.json", "*.safetensors", *SMALL_FILES, *SOURCES)
+        files = sorted({file for pattern in patterns for file in path.glob(pattern)})
     else:
         files = [path]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
