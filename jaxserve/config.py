@@ -99,6 +99,9 @@ class ServerConfig:
     http_only: bool = setting(False, "Serve no gRPC.", group="server")
     grpc_only: bool = setting(False, "Serve no HTTP, and so no /metrics.", group="server")
     served_model_name: tuple[str, ...] = setting((), "Names that clients may use; default is MODEL as given.", group="server")
+    chat_template: str | None = setting(
+        None, "Jinja chat template in place of the model's own: a file, or the template itself.", group="server"
+    )
     api_server_count: int | None = setting(
         None, "Front-end processes that share the ports; default 2 from four CPU cores on, else 1.", group="server", low=1, high=64
     )

@@ -218,7 +218,9 @@ async def chat_prompt(service: Service, body: ChatBody | TokenizeBody) -> list[i
         template_kwargs=body.chat_template_kwargs or {},
     )
     is_truncated = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
-    adds_special = bool(body.add_special_tokens)
+    # What is asked for twice is there once: most templates write BOS themselves.
+    bos = service.tokenizer.special_tokens.get("bos_token")
+    adds_special = bool(body.add_special_tokens) and not (bos and text.startswith(bos))
     return (await service.tokenize_prompts([text], add_special_tokens=adds_special, is_truncated=is_truncated))[0]
 
 

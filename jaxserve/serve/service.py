@@ -34,7 +34,7 @@ from jaxserve.serve.call_limits import check_admissible, check_num_logprobs, che
 from jaxserve.serve.metrics import Metrics
 from jaxserve.serve.request_log import CallLog, logged
 from jaxserve.serve.tracing import CallTrace, Tracer
-from jaxserve.text.chat_template import render_chat
+from jaxserve.text.chat_template import read_template, render_chat
 from jaxserve.text.sequence_text import SequenceText, TextDelta
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -87,6 +87,7 @@ class Service:
         self.config = config
         self.metrics = Metrics(config.metrics_prefix, client, next(iter(config.served_model_name), None))
         self._tracer = tracer
+        self._chat_template = None if config.chat_template is None else read_template(config.chat_template)
         self._tokenizer: Tokenizer | None = None
         self._is_draining = False
         self._listeners: list[Callable[[], None]] = []
@@ -104,6 +105,8 @@ class Service:
         """
         await self.client.wait_until_connected()
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, self.info.model_path)
+        if self._chat_template is not None:
+            tokenizer.chat_templates = {"default": self._chat_template}
         await self._in_pool(lambda: _max_token_bytes(tokenizer))
         self._tokenizer = tokenizer
         self._tell()

@@ -25,6 +25,7 @@ from jaxserve.serve.child import Keeper, Part
 from jaxserve.serve.ports import held_ports
 from jaxserve.serve.private_directory import private_directory
 from jaxserve.startup_report import changed_settings, curl_line, stage_line, summary
+from jaxserve.text.chat_template import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ async def supervise(
     """Runs the commands as described above; each gets its orders as JSON. `changes` are printed at the end of start-up."""
     tls.check(server)
     auth.log_warnings(server)
+    if server.chat_template is not None:
+        read_template(server.chat_template)  # refused here rather than by every front end
     with held_ports(server) as held, private_directory() as directory:
         address = f"unix:{directory}/engine.sock"
         common = {"engine_address": address, "log_format": server.log_format}

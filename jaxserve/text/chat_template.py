@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -22,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_RENDERED_CHARS = 32 * 2**20
@@ -71,6 +72,24 @@ def render_chat(
     variables = tokenizer.special_tokens | {"tools": None, "documents": None} | variables
     text = _render(template.jinja, variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
     return _cut_at_mark(text) if continue_final_message else text
+
+
+def read_template(given: str) -> str:
+    """The Jinja source that `--chat-template` names: a file's, or itself where it is a template.
+
+    Raises:
+        ConfigError: The file cannot be read, or the template has an error.
+    """
+    is_source = "{{" in given or "{%" in given
+    try:
+        source = given if is_source else Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given} cannot be read: {error}. Name a file with a Jinja template.") from None
+    try:
+        _compile(source)
+    except InvalidRequest as error:
+        raise ConfigError(f"--chat-template {given if not is_source else ''}: {error}") from None
+    return source
 
 
 class _Template(NamedTuple):

@@ -48,7 +48,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Reads a checkpoint directory's tokenizer.json, tokenizer_config.json and chat_template.jinja (the latter two optional).
+        """Reads a checkpoint directory's tokenizer.json and, where they exist, tokenizer_config.json and chat_template.jinja or .json.
 
         Raises:
             CheckpointError: tokenizer.json is missing, or a file cannot be read.
@@ -134,7 +134,8 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     file = path / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text(encoding="utf-8")}
-    template = config.get("chat_template")
+    # Multimodal checkpoints may keep it in a file of its own.
+    template = _read_config(path / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, list):

@@ -10,6 +10,8 @@ import time
 import openai
 import pytest
 
+from jaxserve.config import ServerConfig
+
 
 def greedy(**options):
     return {"model": "counting", "temperature": 0, **options}
@@ -135,6 +137,27 @@ def test_chat_renders_the_template_without_a_second_bos(server, client):
         **extra(return_token_ids=True, continue_final_message=True, add_generation_prompt=False),
     )
     assert server.tokenizer.decode(open_end.prompt_token_ids, False).endswith("assistant: So")
+
+
+def test_bos_that_is_asked_for_is_not_doubled(server, client):
+    wanted = server.tokenizer.encode("<s>user: Tell me<|im_end|>assistant: ", add_special_tokens=False)
+    answer = client.chat.completions.create(**chat_call(), **extra(return_token_ids=True, add_special_tokens=True))
+    assert answer.prompt_token_ids == wanted
+
+
+def test_what_the_template_refuses_is_400_in_its_own_words(client):
+    with pytest.raises(openai.BadRequestError, match="no system role here"):
+        client.chat.completions.create(model="counting", messages=[{"role": "system", "content": "x"}])
+
+
+def test_template_of_the_server(start_server, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ bos_token }}{{ name }}{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    with start_server(ServerConfig(chat_template=str(file))) as server:
+        client = openai.OpenAI(base_url=server.http + "/v1", api_key="-", max_retries=0)
+        options = extra(return_token_ids=True, chat_template_kwargs={"name": "Bo"})
+        answer = client.chat.completions.create(model="counting", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, **options)
+        assert server.tokenizer.decode(answer.prompt_token_ids, False) == "<s>Bo[Hi]"
 
 
 def test_logprobs_of_a_completion(server, client):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.text import chat_template as module
-from jaxserve.text.chat_template import render_chat
+from jaxserve.text.chat_template import read_template, render_chat
 from jaxserve.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -192,3 +192,22 @@ def test_templates_of_a_checkpoint(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "a", "rag": "b"}
     (tmp_path / "chat_template.jinja").write_text("file")
     assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "file"}
+
+
+def test_template_of_a_file_or_itself(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(NO_SYSTEM)
+    assert read_template(str(file)) == NO_SYSTEM == read_template(NO_SYSTEM)
+    with pytest.raises(ConfigError, match=r"nothing\.jinja cannot be read: .*No such file"):
+        read_template(str(tmp_path / "nothing.jinja"))
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match=r"chat\.jinja: the chat template has an error: "):
+        read_template(str(file))
+
+
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", "{{- bos_token -}}\n", "<s>", "{% if messages %}{{ bos_token }}{% endif %}"])
+def test_bos_is_there_once_however_the_template_writes_it(byte_level: Tokenizer, bos: str) -> None:
+    tokenizer: Any = SimpleNamespace(chat_templates={"default": bos + CHATML}, special_tokens=byte_level.special_tokens)
+    ids = byte_level.encode(render_chat(tokenizer, USER), add_special_tokens=False)
+    assert byte_level.encode("Hi")[0] == 0  # the tokenizer adds one of its own to a raw prompt
+    assert ids[0] == 0 and ids.count(0) == 1

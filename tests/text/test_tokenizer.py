@@ -172,3 +172,10 @@ def test_added_tokens_of_a_byte_level_tokenizer(tmp_path: Path) -> None:
     for ids in ([71, 320, 71], [321, 322, 71], [320], [71, 323, 322]):
         assert tokenizer.decode(ids) == backend.decode(ids)
     assert tokenizer.decode(tokenizer.encode("d  日本<think>")) == "d  日本<think>"
+
+
+def test_chat_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((GOLDEN / "llama-bias" / name).read_bytes())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "{{ messages }}"}
