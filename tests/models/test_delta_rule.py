@@ -110,3 +110,13 @@ def test_a_neighbour_that_is_not_a_number_stays_alone() -> None:
 def test_a_state_that_begins_is_zero_whatever_it_held() -> None:
     states = jnp.array([[[[jnp.nan]]], [[[3.0]]]])
     np.testing.assert_array_equal(initial_states(states, jnp.array([True, False])).ravel(), [0.0, 3.0])
+
+
+def test_a_key_that_repeats_does_not_cancel() -> None:
+    # All keys equal and nothing forgotten: each token takes back all that the one before wrote.
+    inputs = random_inputs(64, seed=4)
+    inputs = inputs._replace(key=jnp.broadcast_to(inputs.key[:1], inputs.key.shape), decay=jnp.zeros((64, N)), rate=jnp.ones((64, N)))
+    expected, end = loop(inputs, 0, 64, np.zeros((N, KEY, VALUE)))
+    out, states = run(inputs, jnp.zeros((2, N, KEY, VALUE)), [0, 64], [0], [True], 64)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(states[0], end, atol=2e-5)
