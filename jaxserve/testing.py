@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxserve.config import GroupLimits, SchedulerLimits
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.events import Logprobs, StepResult, TokenEvent
 from jaxserve.core.plan import Admission, Plan, Row
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
@@ -31,6 +34,11 @@ def next_token(visible: Sequence[int], vocab_size: int, seed: int = 0) -> int:
     Greedy sequences have seed 0 here, so after (5, 3) comes (5 + 3 + 2) % vocab_size.
     """
     return (sum(visible) + len(visible) + seed) % vocab_size
+
+
+def hidden_state(visible: Sequence[int]) -> tuple[float, float, float, float]:
+    """The hidden state of the last of `visible`: the token, its position, the sum so far, and 1."""
+    return (float(visible[-1]), float(len(visible) - 1), float(sum(visible)), 1.0) if visible else (0.0, 0.0, 0.0, 0.0)
 
 
 def solo_output(
@@ -172,7 +180,7 @@ class CountingRunner:
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows"
         writers: dict[int, int] = {}
         read: set[int] = set()
-        result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[])
+        result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[], pooled=np.zeros((len(plan.rows), len(hidden_state([])))))
         for row in plan.rows:
             self._compute(row, read, writers, result)
         return _Pending(result, read | writers.keys(), self._device.dispatch())
@@ -242,6 +250,16 @@ class CountingRunner:
         result.token_ids.append(token_id)
         result.logprobs.append(_logprobs(token_id, self._best(slot), self.vocab_size, row.num_logprobs) if wants_logprobs else None)  # type: ignore[arg-type]
         result.prompt_logprobs.append(prompt_logprobs)
+        if row.num_pooled_tokens:
+            assert result.pooled is not None
+            result.pooled[len(result.token_ids) - 1] = self._pooled(slot, row.num_pooled_tokens)
+
+    def _pooled(self, slot: _Slot, num_tokens: int) -> np.ndarray:
+        """The sum of the hidden states of the last tokens."""
+        if self._poison_token_id is not None and self._poison_token_id in slot.tokens:
+            return np.full(len(hidden_state([])), np.nan)
+        ends = range(len(slot.tokens) - num_tokens + 1, len(slot.tokens) + 1)
+        return np.array([hidden_state(slot.tokens[:end]) for end in ends]).sum(0)
 
     def _judge_prompt(self, slot: _Slot, row: Row, num_top: int) -> list[Logprobs]:
         """Compute the row's tokens one by one; an entry for each target in the prompt."""
@@ -316,6 +334,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
+    embedding: list[float] | None = None
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
@@ -340,6 +359,13 @@ class CountingLoop:
         )
         self.in_flight: deque[tuple[Plan, _Pending]] = deque()
         self.outputs: dict[tuple[str, int], Output] = {}
+
+    def embed(self, request_id: str, prompt: Sequence[int], *, pooling: str = "last", salt: str | None = None) -> Request:
+        """Queue an embedding."""
+        params = PoolingParams(pooling=pooling)
+        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt), pooling=params, cache_salt=salt)
+        self.scheduler.add(request)
+        return request
 
     def add(self, request_id: str, prompt: Sequence[int], *, priority: int = 0, salt: str | None = None, **params: Any) -> Request:
         """Queue a request, greedy unless `params` say otherwise."""
@@ -405,5 +431,6 @@ class CountingLoop:
             output.token_ids += event.token_ids
             output.logprobs += event.logprobs or []
             output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
+            output.embedding = event.embedding
             output.num_cached_tokens = event.num_cached_tokens
             output.finish_reason, output.stop_reason, output.error = event.finish_reason, event.stop_reason, event.error

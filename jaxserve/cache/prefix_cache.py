@@ -43,6 +43,7 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._groups = tuple(groups)
+        self._is_whole = [group.reach is None for group in groups]
         self._group_tags = [group.to_bytes(4, "little") for group in range(len(groups))]
         self._pages: dict[bytes, dict[int, None]] = {}
         self._keys: dict[int, bytes] = {}
@@ -80,26 +81,28 @@ class PrefixCache:
         only the last ones. Extends `hashes` as far as it looks.
         """
         chains: list[list[int]] = [[] for _ in self._groups]  # pages by group, the null page where one is missing
-        starts = [0] * len(self._groups)  # of the unbroken run at the end of each chain
+        starts = [0] * len(chains)  # of the unbroken run at the end of each chain
         missing: set[bytes] = set()
-        num_pages = 0
+        num_pages, all_whole = 0, all(self._is_whole)
         for i in range(max_pages):
             if i == len(hashes):
                 self.extend_hashes(hashes, root, token_ids, i + 1)
             is_over = False
-            for group, (tag, chain) in enumerate(zip(self._group_tags, chains, strict=True)):
-                pages = self._pages.get(key := hashes[i] + tag)
-                if pages:
-                    chain.append(next(iter(pages)))
-                    continue
-                missing.add(key)
-                chain.append(NULL_PAGE)
-                starts[group] = i + 1
-                is_over = is_over or self._groups[group].reach is None
+            for group, tag in enumerate(self._group_tags):
+                key = hashes[i] + tag
+                if pages := self._pages.get(key):
+                    chains[group].append(next(iter(pages)))
+                else:
+                    chains[group].append(NULL_PAGE)
+                    starts[group] = i + 1
+                    missing.add(key)
+                    is_over = is_over or self._is_whole[group]
             if is_over:
                 break
-            if all(start <= first for start, first in zip(starts, self.first_pages(i + 1), strict=True)):
+            if all_whole or all(start <= first for start, first in zip(starts, self.first_pages(i + 1), strict=True)):
                 num_pages = i + 1
+        if num_pages == 0:
+            return Hit([[] for _ in chains], missing)
         firsts = self.first_pages(num_pages)
         tables = [[NULL_PAGE] * first + chain[first:num_pages] for first, chain in zip(firsts, chains, strict=True)]
         return Hit(tables, missing)
@@ -111,7 +114,7 @@ class PrefixCache:
 
     def watch(self, hit: Hit) -> Watch:
         """Have `is_stale` set as soon as `find` with the same hashes could give anything else. Ends the watch before."""
-        pages = frozenset(page for table in hit.tables for page in table if page != NULL_PAGE)
+        pages = frozenset([page for table in hit.tables for page in table if page != NULL_PAGE])
         self._watch = Watch(pages, hit.missing)
         return self._watch
 

@@ -27,14 +27,16 @@ def longest_sequence(limits: SchedulerLimits) -> int:
 
 def check_arrival(request: Request, limits: SchedulerLimits) -> None:
     """Raise `InvalidRequest` for what can never be scheduled, whatever else is running."""
-    length, longest = len(request.prompt_token_ids), longest_sequence(limits)
+    length, is_embedding = len(request.prompt_token_ids), request.pooling is not None
     if length == 0:
         raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
-    if length >= longest:
-        if longest == limits.max_model_len:
-            limit, remedy = f"the context is {limits.max_model_len} tokens, prompt and output together", "raise --max-model-len"
+    num_kv_tokens = _num_kv_tokens(limits)
+    if length > min(limits.max_model_len - (not is_embedding), num_kv_tokens):
+        if limits.max_model_len <= num_kv_tokens + (not is_embedding):
+            together = "" if is_embedding else ", prompt and output together"
+            limit, remedy = f"the context is {limits.max_model_len} tokens{together}", "raise --max-model-len"
         else:
-            limit = f"all {limits.num_pages - 1} KV pages together hold {_num_kv_tokens(limits)} tokens"
+            limit = f"all {limits.num_pages - 1} KV pages together hold {num_kv_tokens} tokens"
             remedy = "give the KV pages more memory (--kv-cache-memory-bytes)"
         raise InvalidRequest(f"the prompt has {length} tokens, but {limit}; shorten the prompt or {remedy}.", param="prompt")
     if request.priority and limits.scheduling_policy != "priority":
@@ -54,7 +56,9 @@ def make_sequences(request: Request, limits: SchedulerLimits, seq_ids: Iterator[
     params = request.params
     seed = secrets.randbits(64) if params.seed is None else params.seed
     length, max_length = len(request.prompt_token_ids), longest_sequence(limits)
-    if params.max_tokens is not None:
+    if request.pooling is not None:
+        max_length = length + 1  # nothing is scheduled behind the prompt
+    elif params.max_tokens is not None:
         max_length = min(max_length, length + params.max_tokens)
     return [
         Sequence(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from itertools import count
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.buckets import Buckets
@@ -26,19 +27,24 @@ from jaxserve.core.sequence import FinishReason, Sequence, Status
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.arrival import check_arrival, make_sequences
 from jaxserve.scheduler.integrity import check_pages, check_slots
+from jaxserve.scheduler.pooling import collect as collect_pooled
 from jaxserve.scheduler.preemption_log import PreemptionLog
 from jaxserve.scheduler.prompt_logprobs import collect
 from jaxserve.scheduler.prompt_share import PromptShares
 from jaxserve.scheduler.sequence_pages import PageTables, SequencePages
 from jaxserve.scheduler.step_draft import StepDraft
 from jaxserve.scheduler.stopping import check_stop, masked_stop_ids
-from jaxserve.scheduler.token_events import end_event, token_event
+from jaxserve.scheduler.token_events import embedding_event, end_event, token_event
 from jaxserve.scheduler.waiting_queue import RANKS, WaitingQueue
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WATERMARK = 0.01
 """Share of the pages that a waiting sequence must leave free while others run: room for them to grow, against thrashing."""
 
 NOT_FINITE = "logits were not finite"
+POOLED_NOT_FINITE = "hidden states were not finite"
 
 
 class Scheduler:
@@ -150,7 +156,7 @@ class Scheduler:
         return draft.to_plan()
 
     def _schedule_running(self, draft: StepDraft) -> None:
-        page_size, step_id, rows = self.limits.page_size, draft.step_id, draft.single_rows
+        page_size, num_groups, step_id, rows = self.limits.page_size, self.limits.num_groups, draft.step_id, draft.single_rows
         # Preemption takes sequences from the end of the list, always behind the loop or at it.
         for i, seq in enumerate(self._running):
             if draft.budget == 0:
@@ -162,7 +168,7 @@ class Scheduler:
             if start + 1 >= seq.max_length:  # a dispatched step samples its last token
                 continue
             if start >= len(seq.page_tables[0]) * page_size:
-                if not self._make_room(seq, self.limits.num_groups, draft):
+                if not self._make_room(seq, num_groups, draft):
                     continue
                 self._pages.grow(seq, start + 1, draft.page_writes)
             rows.append(Row(seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs))  # type: ignore[arg-type]
@@ -285,6 +291,7 @@ class Scheduler:
         self._committed_step_id = plan.step_id
         events = []
         page_size, eos, shares = self.limits.page_size, self.limits.eos_token_ids, self._shares
+        has_shares = bool(shares)  # a commit ends shares and makes none
         for i, (row, token_id) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -295,12 +302,15 @@ class Scheduler:
                 self._pages.register_full(seq, start, end)
             if row.num_prompt_logprobs is not None:
                 collect(seq, start, result.prompt_logprobs[i] or [])
-            if shares and token_id is not None and token_id != -1 and seq.status is Status.RUNNING:
+            if has_shares and token_id is not None and token_id != -1 and seq.status is Status.RUNNING:
                 for child in shares.on_computed(seq, end):
                     self._queue.push(child)
             if end >= seq.drop_at and seq.status is Status.RUNNING:
                 self._pages.drop_unseen(seq, shares.end_unshared(seq, end))
             if token_id is None:
+                if row.num_pooled_tokens:
+                    assert result.pooled is not None
+                    events += self._pool(seq, row, result.pooled[i])
                 continue
             seq.num_pending_tokens -= 1
             if token_id == -1:
@@ -316,6 +326,17 @@ class Scheduler:
         self._pages.release_deferred(plan.step_id)
         self._requeue_set_aside()
         return events
+
+    def _pool(self, seq: Sequence, row: Row, summed: np.ndarray) -> list[TokenEvent]:
+        """Take a row's part of an embedding; the sequence ends with the last of its prompt."""
+        if not collect_pooled(seq, row, summed):
+            self._pages.forget(seq)
+            self._end(seq, FinishReason.ERROR)
+            return [end_event(seq, error=POOLED_NOT_FINITE)]
+        if row.start + row.num_tokens < seq.num_prompt_tokens:
+            return []
+        self._end(seq, FinishReason.STOP)
+        return [embedding_event(seq)]
 
     def _end_if_stopped(self, seq: Sequence) -> None:
         if check_stop(seq, self.limits.eos_token_ids):

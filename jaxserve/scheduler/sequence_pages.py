@@ -18,6 +18,7 @@ from jaxserve.config import SchedulerLimits
 from jaxserve.core.page_counts import most_pages
 from jaxserve.core.plan import PageWrite
 from jaxserve.core.sequence import Sequence, Status
+from jaxserve.scheduler.pooling import needs_every_position
 from jaxserve.scheduler.prompt_logprobs import is_complete
 
 type PageTables = list[list[int]]
@@ -59,10 +60,9 @@ class SequencePages:
 
     def num_admission_pages(self, length: int, prefix: PageTables) -> int:
         """Free pages that a sequence of `length` tokens needs at most at once besides the owned ones among its prefix pages."""
-        total = 0
+        total, missing = 0, -(-length // self._page_size) - len(prefix[0])
         for table, most in zip(prefix, self._most, strict=True):
-            num_free = sum(1 for page in table if page != NULL_PAGE and not self.pool.ref_count(page))
-            needed = -(-length // self._page_size) - len(table) + num_free
+            needed = missing + sum([page != NULL_PAGE and not self.pool.ref_count(page) for page in table])
             total += needed if most is None else min(needed, most)
         return total
 
@@ -87,8 +87,8 @@ class SequencePages:
     def find_prefix(self, sequence: Sequence) -> PageTables:
         """Cached pages of the longest known prefix, for each group. The last token is always left to compute: it gives logits.
 
-        Nothing is read for a sequence whose prompt log-probabilities are still wanted, since they come from computing the
-        prompt, nor for one that starts with another RoPE table than the cached pages.
+        Nothing is read for a sequence whose prompt log-probabilities, or all of whose hidden states, are still wanted, since they come
+        from computing the prompt, nor for one that starts with another RoPE table than the cached pages.
         """
         if not self.may_read_cache(sequence):
             return [[] for _ in range(self._num_groups)]
@@ -103,13 +103,15 @@ class SequencePages:
     def may_read_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence about to be admitted looks into the prefix cache."""
         original = self._rope_original_length
-        return self._is_caching and is_complete(sequence) and (original is None or sequence.num_tokens <= original)
+        wants_all = not is_complete(sequence) or needs_every_position(sequence)
+        return self._is_caching and not wants_all and (original is None or sequence.num_tokens <= original)
 
     def take_prefix(self, sequence: Sequence, prefix: PageTables) -> None:
         """Become an owner of the prefix's pages."""
         self.touch(prefix)
         sequence.page_tables = [list(table) for table in prefix]
-        sequence.num_dropped = [table.count(NULL_PAGE) for table in prefix]
+        if self._dropping:
+            sequence.num_dropped = [table.count(NULL_PAGE) for table in prefix]
         sequence.drop_at = 0
         sequence.num_computed_tokens = len(prefix[0]) * self._page_size
 
@@ -186,7 +188,7 @@ class SequencePages:
     def touch(self, tables: PageTables) -> None:
         """Add one owner to every page of the tables."""
         for table in tables:
-            self.pool.touch(page for page in table if page != NULL_PAGE)
+            self.pool.touch([page for page in table if page != NULL_PAGE])
 
     def forget(self, sequence: Sequence) -> None:
         """What the sequence has computed cannot be trusted: no other sequence may find it, in pages it has dropped neither."""

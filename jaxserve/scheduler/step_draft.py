@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.plan import Admission, PageWrite, Plan, Row
 from jaxserve.core.sequence import Sequence
+from jaxserve.scheduler.pooling import num_pooled_tokens
 from jaxserve.scheduler.prompt_logprobs import chunk_targets
 
 
@@ -36,7 +37,8 @@ class StepDraft:
         start, slot = sequence.num_computed_tokens, sequence.slot
         assert 0 < num_tokens <= self.budget and slot is not None
         end = start + num_tokens
-        is_sampled = end == sequence.num_tokens
+        is_embedding = sequence.request.pooling is not None
+        is_sampled = end == sequence.num_tokens and not is_embedding
         targets = chunk_targets(sequence, start, num_tokens)
         row = Row(
             seq_id=sequence.seq_id,
@@ -48,6 +50,7 @@ class StepDraft:
             num_logprobs=sequence.params.logprobs if is_sampled else None,
             num_prompt_logprobs=sequence.params.prompt_logprobs if targets else None,
             prompt_targets=targets,
+            num_pooled_tokens=num_pooled_tokens(sequence, start, num_tokens) if is_embedding else 0,
         )
         (self.single_rows if num_tokens == 1 else self.chunk_rows).append(row)
         sequence.num_computed_tokens = end
@@ -66,13 +69,18 @@ class StepDraft:
             return
         for i in reversed(range(len(self.chunk_rows))):
             row = self.chunk_rows[i]
-            if row.is_sampled:
-                continue
             sequence = sequences[row.seq_id]
+            if row.start + row.num_tokens == sequence.num_tokens:
+                continue
             chunk, kept, left = row.num_tokens, row.num_tokens - (total - boundary), sequence.num_tokens - row.start
             if kept > 1 and -(-(left - kept) // chunk) == -(-(left - chunk) // chunk):
                 targets = row.prompt_targets[:kept]
-                self.chunk_rows[i] = row._replace(num_tokens=kept, token_ids=row.token_ids[:kept], prompt_targets=targets)
+                self.chunk_rows[i] = row._replace(
+                    num_tokens=kept,
+                    token_ids=row.token_ids[:kept],
+                    prompt_targets=targets,
+                    num_pooled_tokens=min(row.num_pooled_tokens, kept),  # of an unfinished chunk all count, or none
+                )
                 sequence.num_computed_tokens = row.start + kept
             return
 

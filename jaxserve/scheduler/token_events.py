@@ -1,4 +1,4 @@
-"""What is told about a sequence: a new token, its end, or both."""
+"""What is told about a sequence: a new token, an embedding, its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from time import monotonic
 
 from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.sequence import Sequence
+from jaxserve.scheduler.pooling import embedding
 
 
 def end_event(sequence: Sequence, *, error: str | None = None) -> TokenEvent:
@@ -19,6 +20,16 @@ def end_event(sequence: Sequence, *, error: str | None = None) -> TokenEvent:
         finish_reason=sequence.finish_reason,
         error=error,
     )
+
+
+def embedding_event(sequence: Sequence) -> TokenEvent:
+    """The end of a sequence whose prompt is embedded."""
+    assert sequence.started_s is not None
+    event = end_event(sequence)
+    event.embedding = embedding(sequence)
+    event.queue_s = sequence.started_s - sequence.request.arrival_time_s
+    event.prefill_s = monotonic() - sequence.started_s
+    return event
 
 
 def token_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:

@@ -1,8 +1,9 @@
 """The one list of shapes that tests and the bench of `paged_attention` share, and the arrays that belong to a shape.
 
 The arrays are hostile on purpose: NaN in the null page, in the unwritten tail of every row's last page and in pages that no row
-owns, and page-table entries past the length that point there or nowhere. An implementation that reads what it must not shows
-it. Next: `test_paged_attention`, `bench_paged_attention`.
+owns, and page-table entries that point there or nowhere: those past the length, and those of pages that fell out of the window or
+chunk of all of a row's tokens, which the scheduler gives to others. An implementation that reads what it must not shows it. Next:
+`test_paged_attention`, `bench_paged_attention`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class AttentionSpec:
         rows: For each row (tokens computed, positions that hold keys after them); decode rows first.
         num_padding_rows, num_padding_tokens: Appended after the real ones.
         max_pages: Width of the page table.
+        num_parts: Of a page: 2, or 1 where keys are the values too.
     """
 
     name: str
@@ -36,7 +38,9 @@ class AttentionSpec:
     num_padding_rows: int = 0
     num_padding_tokens: int = 0
     page_dtype: str = "float32"
+    num_parts: int = 2
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
     is_decode: bool = False
@@ -50,7 +54,13 @@ class AttentionSpec:
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the rows hold: what one layer must read at least once (no window)."""
         item = np.dtype(DTYPES[self.page_dtype]).itemsize
-        return sum(length for _, length in self.rows) * 2 * self.num_kv_heads * self.head_dim * item
+        return sum(length for _, length in self.rows) * self.num_parts * self.num_kv_heads * self.head_dim * item
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a token sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
 class AttentionArgs(NamedTuple):
@@ -72,18 +82,19 @@ def make_args(spec: AttentionSpec, seed: int = 0) -> AttentionArgs:
     pages_of_row = [-(-length // spec.page_size) for _, length in spec.rows]
     num_spare = 2
     num_pages = 1 + sum(pages_of_row) + num_spare
-    shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    shape = (num_pages, spec.num_parts, spec.num_kv_heads, spec.page_size, spec.head_dim)
     pages = np.full(shape, np.nan, np.float32)
     free = rng.permutation(np.arange(1, num_pages))
     spare = free[:num_spare]
     out_of_range = np.array([num_pages + 7, -3])
     page_tables = rng.choice(np.concatenate((spare, out_of_range, [0])), (num_rows, spec.max_pages))
     used = num_spare
-    for row, ((_, length), count) in enumerate(zip(spec.rows, pages_of_row, strict=True)):
-        page_tables[row, :count] = free[used : used + count]
-        for index in range(count):
+    for row, ((num_tokens, length), count) in enumerate(zip(spec.rows, pages_of_row, strict=True)):
+        first = spec.first_visible(length - num_tokens) // spec.page_size
+        page_tables[row, first:count] = free[used + first : used + count]
+        for index in range(first, count):
             filled = min(spec.page_size, length - index * spec.page_size)
-            pages[free[used + index], :, :, :filled] = rng.standard_normal((2, spec.num_kv_heads, filled, spec.head_dim))
+            pages[free[used + index], :, :, :filled] = rng.standard_normal((spec.num_parts, spec.num_kv_heads, filled, spec.head_dim))
         used += count
 
     counts = [count for count, _ in spec.rows] + [0] * spec.num_padding_rows
@@ -129,6 +140,8 @@ def _variants() -> tuple[AttentionSpec, ...]:
         replace(MIXED, name="mixed-odd", num_heads=7, num_kv_heads=1, head_dim=8, page_size=128, max_pages=1),
         replace(DECODE, name="decode-all", window=16, soft_cap=3.0, has_sinks=True),
         replace(MIXED, name="mixed-all", window=9, soft_cap=3.0, has_sinks=True),
+        replace(DECODE, name="decode-chunk", chunk=16, num_parts=1, num_kv_heads=1, head_dim=40),
+        replace(MIXED, name="mixed-chunk", chunk=20, num_parts=1, num_kv_heads=1, page_dtype="bfloat16"),
     )
 
 

@@ -22,7 +22,13 @@ SCALE = 0.125
 @functools.cache
 def compiled(spec: AttentionSpec, implementation: str) -> Callable[..., jax.Array]:
     """One program for a shape and an implementation, shared by the tests."""
-    options = {"is_decode": spec.is_decode, "window": spec.window, "soft_cap": spec.soft_cap, "sinks": make_sinks(spec)}
+    options = {
+        "is_decode": spec.is_decode,
+        "window": spec.window,
+        "chunk": spec.chunk,
+        "soft_cap": spec.soft_cap,
+        "sinks": make_sinks(spec),
+    }
     return jax.jit(functools.partial(paged_attention, scale=SCALE, implementation=implementation, **options))
 
 
@@ -39,14 +45,14 @@ def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
         if row == len(kv_length):
             continue
         last = min(position[token], kv_length[row] - 1)
-        first = 0 if spec.window is None else max(0, last - spec.window + 1)
+        first = spec.first_visible(last)
         for head in range(spec.num_heads if kv_length[row] else 0):
             kv_head = head // (spec.num_heads // spec.num_kv_heads)
             keys, values = [], []
             for s in range(first, last + 1):
                 page = pages[tables[row, s // spec.page_size], :, kv_head, s % spec.page_size].astype(np.float64)
                 keys.append(page[0])
-                values.append(page[1])
+                values.append(page[-1])
             scores = np.array(keys) @ q[token, head].astype(np.float64) * SCALE
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
@@ -58,7 +64,7 @@ def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, args: AttentionArgs) -> None:
     """Within 1e-5 of the largest value: all implementations compute in float32 whatever the pages' dtype."""
-    largest = np.nanmax(np.abs(args.pages[:, 1].astype(np.float32)))
+    largest = np.nanmax(np.abs(args.pages[:, -1].astype(np.float32)))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * largest)
 
 
@@ -77,14 +83,16 @@ def test_equals_reference(spec: AttentionSpec, implementation: str) -> None:
     assert not out[args.token_row == len(args.kv_length)].any(), "padding tokens give 0"
 
 
-@pytest.mark.parametrize("implementation", FAST)
-@pytest.mark.parametrize(
-    "spec",
-    [replace(DECODE, window=17, rows=((1, 16), (1, 17), (1, 18), (1, 35))), replace(MIXED, window=17)],
-    ids=lambda spec: spec.name,
-)
-def test_window_edges(spec: AttentionSpec, implementation: str) -> None:
-    """A window of one page and one place: rows just below, at and just above it, and chunks that cross it."""
+# Rows just below, at and just above a limit of one page and one place, and just below, at and above its double.
+EDGES = tuple((1, length) for length in (16, 17, 18, 33, 34, 35))
+
+
+@pytest.mark.parametrize("implementation", ["reference", *FAST])
+@pytest.mark.parametrize("limit", [{"window": 17}, {"chunk": 17, "num_parts": 1}, {"window": 1, "num_parts": 1}, {"chunk": 1}], ids=str)
+@pytest.mark.parametrize("spec", [replace(DECODE, rows=EDGES), MIXED], ids=lambda spec: spec.name)
+def test_edges_of_windows_and_chunks(spec: AttentionSpec, limit: dict[str, int], implementation: str) -> None:
+    """Each token against its own list of keys; no page below the first visible one may be read, whatever its table entry says."""
+    spec = replace(spec, num_heads=2, num_kv_heads=1, head_dim=8, **limit)
     args = make_args(spec)
     assert_close(run(spec, args, implementation), brute_force(spec, args), args)
 
