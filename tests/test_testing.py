@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from jaxserve.config import GroupLimits
 from jaxserve.core.plan import Admission, PageWrite, Plan, Row
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.testing import CountingRunner, SerialDevice, logprobs_of, next_token, solo_output
@@ -152,3 +154,27 @@ def test_a_failure_lasts_until_the_reset() -> None:
             step.wait()
     runner.reset()
     assert run(runner, *start) == [10]
+
+
+def test_a_page_out_of_sight_may_go_to_another_and_a_visible_one_not() -> None:
+    """A window of 2: token 4 sees positions 3 and 4, so page 1 (positions 0, 1) may be reused, page 2 (2, 3) not."""
+    for page, is_visible in ((1, False), (2, True)):
+        runner = make_runner(groups=(GroupLimits(window=2),))
+        run(runner, [row(7, 0, 0, (5, 3, 1, 2))], [admission(0, 7)], [(0, 0, 0, 1), (0, 0, 1, 2)])
+        run(runner, [row(8, 1, 0, (9, 9))], [admission(1, 8)], [(1, 0, 0, page)])
+        with pytest.raises(AssertionError, match="page 2 of sequence 7 holds") if is_visible else nullcontext():
+            run(runner, [row(7, 0, 4, (), 1)], writes=[(0, 0, 2, 3)])
+
+
+def test_a_prefix_hit_of_a_window_needs_what_is_seen() -> None:
+    runner = make_runner(groups=(GroupLimits(window=2),), tokens_of=lambda seq_id: [5, 3, 1, 2, 8])
+    run(runner, [row(7, 0, 0, (5, 3, 1, 2))], [admission(0, 7)], [(0, 0, 0, 1), (0, 0, 1, 2)])
+    assert run(runner, [row(8, 1, 4, (8,))], [admission(1, 8, num_computed=4)], [(1, 0, 1, 2), (1, 0, 2, 3)]) == [24]
+    with pytest.raises(AssertionError, match="page tables only grow"):
+        run(runner, [row(9, 2, 4, (8,))], [admission(2, 9, num_computed=4)], [(2, 0, 2, 3)])
+
+
+def test_spoilt_pages_are_noticed(runner: CountingRunner) -> None:
+    runner.poison([1])
+    with pytest.raises(AssertionError, match="page 1 of sequence 7 holds"):
+        run(runner, [row(7, 0, 3, (), 1)])

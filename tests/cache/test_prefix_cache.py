@@ -151,3 +151,41 @@ def test_hits_equal_brute_force(stored: list[list[int]], wanted: list[int], page
         expected += 1
     [found] = find(cache, wanted, page_size)
     assert [held[page] for page in found] == [wanted[: (i + 1) * page_size] for i in range(expected)]
+
+
+GROUPS = [GroupLimits(), GroupLimits(window=1), GroupLimits(window=3), GroupLimits(window=4), GroupLimits(chunk=4), GroupLimits(chunk=3)]
+
+
+@given(data=st.data(), groups=st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3), page_size=st.sampled_from([1, 2, 3]))
+def test_hits_of_groups_equal_brute_force(data: st.DataObject, groups: list[GroupLimits], page_size: int) -> None:
+    """Any set of known pages: the hit is the longest behind which a token finds all that it sees; a hit watched goes stale in time."""
+    pool = PagePool(100)
+    cache = PrefixCache(pool, page_size, groups)
+    tokens, count = list(range(8 * page_size + 1)), 8
+    hashes: list[bytes] = []
+    cache.extend_hashes(hashes, cache.chain_root(), tokens, count)
+    known = {}
+    for group in range(len(groups)):
+        for i in data.draw(st.sets(st.integers(0, count - 1))):
+            [page] = pool.allocate(1)
+            cache.register(hashes[i], group, page)
+            known[group, i] = page
+
+    def seen(group: int, length: int) -> range:
+        return range(groups[group].first_visible(length * page_size) // page_size, length)
+
+    def brute_force() -> list[list[int]]:
+        lengths = [n for n in range(count + 1) if all((group, i) in known for group in range(len(groups)) for i in seen(group, n))]
+        best = max(lengths)
+        return [[known[group, i] if i in seen(group, best) else 0 for i in range(best)] for group in range(len(groups))]
+
+    hit = cache.find([], cache.chain_root(), tokens, count)
+    assert hit.tables == brute_force()
+    watch = cache.watch(hit)
+    group, i = data.draw(st.tuples(st.integers(0, len(groups) - 1), st.integers(0, count - 1)))
+    if (group, i) in known:
+        cache._forget(known.pop((group, i)))
+    else:
+        [known[group, i]] = pool.allocate(1)
+        cache.register(hashes[i], group, known[group, i])
+    assert watch.is_stale or brute_force() == hit.tables
