@@ -14,6 +14,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
+POOLINGS = ("last", "mean")
+
 
 def setting(
     default: Any,
@@ -52,6 +54,8 @@ class EngineConfig:
     generation_config: str = setting("auto", "Default sampling parameters: the model's own, or vLLM's.", choices=("auto", "vllm"))
     max_logprobs: int = setting(20, "Most log-probabilities a request may ask for; -1 allows the whole vocabulary.", low=-1)
     enable_prompt_logprobs: bool = setting(False, "Compile the programs that prompt_logprobs needs.")
+    enable_embeddings: bool = setting(False, "Compile the programs that embeddings need.")
+    pooling: str = setting("last", "How embeddings are pooled where a request does not say.", choices=POOLINGS)
 
     page_size: int = setting(
         16, "Tokens in a KV page, a power of two from 8 to 256.", group="cache", aliases=("block_size",), low=8, high=256

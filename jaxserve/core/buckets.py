@@ -26,6 +26,7 @@ class Bucket(NamedTuple):
         logits_rows: R, rows that the LM head and the sampler run on.
         is_decode: Every row has one token; R = B = T.
         has_prompt_logprobs: The head also runs on every token (only where enabled by flag).
+        has_pooling: Hidden states are also summed for each row (likewise).
     """
 
     tokens: int
@@ -33,6 +34,7 @@ class Bucket(NamedTuple):
     logits_rows: int
     is_decode: bool
     has_prompt_logprobs: bool = False
+    has_pooling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,12 @@ class Buckets:
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     has_prompt_logprobs: bool = False
+    has_pooling: bool = False
 
     @classmethod
-    def build(cls, *, max_num_seqs: int, max_num_tokens: int, has_prompt_logprobs: bool = False, ratio: int = 4) -> Buckets:
+    def build(
+        cls, *, max_num_seqs: int, max_num_tokens: int, has_prompt_logprobs: bool = False, has_pooling: bool = False, ratio: int = 4
+    ) -> Buckets:
         """Powers of two for decode; every `ratio`-fold for mixed, from 16 up to the budget."""
         decode = [MIN_DECODE_ROWS]
         while decode[-1] < max_num_seqs:
@@ -56,7 +61,7 @@ class Buckets:
         mixed = [max_num_tokens]
         while mixed[-1] > 16 and (smaller := max(16, -(-mixed[-1] // ratio))) < mixed[-1]:
             mixed.append(smaller)
-        return cls(max_num_seqs, tuple(decode), tuple(sorted(mixed)), has_prompt_logprobs)
+        return cls(max_num_seqs, tuple(decode), tuple(sorted(mixed)), has_prompt_logprobs, has_pooling)
 
     @property
     def max_num_tokens(self) -> int:
@@ -66,13 +71,15 @@ class Buckets:
     def choose(self, plan: Plan) -> Bucket:
         """The smallest bucket that holds the plan's rows, tokens and sampled rows."""
         wants_prompt = any(row.num_prompt_logprobs is not None for row in plan.rows)
-        if not wants_prompt and (not plan.rows or plan.rows[-1].num_tokens == 1):  # longer rows come last
+        wants_pooling = self.has_pooling and any(row.num_pooled_tokens for row in plan.rows)
+        if not wants_prompt and not wants_pooling and (not plan.rows or plan.rows[-1].num_tokens == 1):  # longer rows come last
             rows = _at_least(self.decode_rows, len(plan.rows))
             return Bucket(rows, rows, rows, is_decode=True)
         tokens = _at_least(self.mixed_tokens, plan.num_tokens)
         rows = self._rows_of(tokens)
-        if wants_prompt:
-            return Bucket(tokens, rows, rows, is_decode=False, has_prompt_logprobs=True)
+        if wants_prompt or wants_pooling:
+            # Those for prompt log-probabilities pool too, where both are enabled: a step may need both.
+            return Bucket(tokens, rows, rows, is_decode=False, has_prompt_logprobs=wants_prompt, has_pooling=self.has_pooling)
         small = min(SMALL_LOGITS_ROWS, rows)
         return Bucket(tokens, rows, small if plan.num_sampled <= small else rows, is_decode=False)
 
@@ -83,10 +90,10 @@ class Buckets:
             rows = self._rows_of(tokens)
             logits_rows = sorted({min(SMALL_LOGITS_ROWS, rows), rows})
             buckets += [Bucket(tokens, rows, size, is_decode=False) for size in logits_rows]
-        if self.has_prompt_logprobs:
-            for tokens in self.mixed_tokens:
+        for is_enabled, has_prompt in ((self.has_prompt_logprobs, True), (self.has_pooling, False)):
+            for tokens in self.mixed_tokens if is_enabled else ():
                 rows = self._rows_of(tokens)
-                buckets.append(Bucket(tokens, rows, rows, is_decode=False, has_prompt_logprobs=True))
+                buckets.append(Bucket(tokens, rows, rows, is_decode=False, has_prompt_logprobs=has_prompt, has_pooling=self.has_pooling))
         return tuple(buckets)
 
     def boundary_below(self, num_tokens: int) -> int:

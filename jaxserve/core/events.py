@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.core.sequence import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Logprobs(NamedTuple):
@@ -34,11 +37,13 @@ class StepResult:
         token_ids: One for each row in plan order; None where the row sampled nothing, -1 where its logits were not finite.
         logprobs: For each row, None unless asked.
         prompt_logprobs: For each row, None unless asked; one entry for each target >= 0 of the chunk, in order.
+        pooled: Float32 [rows, hidden size], the sum over each row's `num_pooled_tokens` last hidden states; None unless asked.
     """
 
     token_ids: list[int | None]
     logprobs: list[Logprobs | None]
     prompt_logprobs: list[list[Logprobs] | None]
+    pooled: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -52,9 +57,10 @@ class TokenEvent:
         prompt_logprobs: With the first event only, when asked: None for the first prompt token, then one for each.
         num_prompt_tokens, num_cached_tokens: For usage.
         finish_reason, stop_reason: Set on the last event; stop_reason is the matched stop token id (None for EOS).
+        embedding: The pooled hidden state of an embedding's prompt, with its end.
         error: What went wrong, when finish_reason is ERROR.
-        queue_s, prefill_s: With the first token of a sequence only: seconds from its arrival at the engine to its first step, and from
-            there to the token.
+        queue_s, prefill_s: With the first token of a sequence, or its embedding, only: seconds from its arrival at the engine to its first step, and from
+            there to that.
     """
 
     request_id: str
@@ -65,6 +71,7 @@ class TokenEvent:
     _: KW_ONLY
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    embedding: list[float] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None

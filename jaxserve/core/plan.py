@@ -58,6 +58,7 @@ class Row(NamedTuple):
         num_prompt_logprobs: None, or the same for the prompt tokens of this chunk.
         prompt_targets: With num_prompt_logprobs: for each computed position the token that follows it in the prompt
             (-1 after the prompt's end).
+        num_pooled_tokens: Of an embedding: the hidden states of so many last tokens of the row are wanted, as their sum.
     """
 
     seq_id: int
@@ -69,6 +70,7 @@ class Row(NamedTuple):
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     prompt_targets: tuple[int, ...] = ()
+    num_pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
+
+NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""`Request.params` of an embedding: nothing is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,7 @@ class Request:
         label: The name that the client gave, if any; not unique. An abort by label ends every request that bears it.
         prompt_token_ids: Non-empty; every id below the model's vocabulary.
         params: Checked sampling parameters; `params.max_tokens` may still be None (rest of the context).
+        pooling: The prompt is embedded, and nothing generated: the one sequence ends when its prompt is computed. None generates.
         arrival_time_s: `time.monotonic()` when the request reached the engine's side.
         priority: Lower runs earlier; only used by the priority policy.
         cache_salt: Isolates the request's prefix-cache pages from other salts.
@@ -27,7 +32,8 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams = NO_SAMPLING
+    pooling: PoolingParams | None = None
     arrival_time_s: float = 0.0
     priority: int = 0
     cache_salt: str | None = None

@@ -13,6 +13,8 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxserve.core.events import Logprobs
 
 
@@ -63,6 +65,7 @@ class Sequence:
         last_step_id: Latest step that computes tokens of this sequence; -1 before the first.
         started_s: `time.monotonic()` of its first admission, None before.
         prompt_logprobs: When asked: None for the first prompt token, then one entry for each prompt token computed so far.
+        pooled: Of an embedding: the sum of the hidden states that count, as far as they were computed and committed.
     """
 
     seq_id: int
@@ -88,6 +91,7 @@ class Sequence:
     last_step_id: int = -1
     started_s: float | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    pooled: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.info import EngineInfo
 from jaxserve.errors import InvalidRequest
@@ -19,14 +20,12 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
     `max_tokens` is clamped to what the context leaves: clients use it as a cap, not as a demand.
     """
     num_prompt = len(prompt_token_ids)
-    if not num_prompt:
-        raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
+    _check_prompt(prompt_token_ids, info)
     if num_prompt >= info.max_model_len:
         raise InvalidRequest(
             f"the prompt has {num_prompt} tokens; the context is {info.max_model_len} and an output token must fit: shorten the prompt.",
             param="prompt",
         )
-    check_token_ids(prompt_token_ids, info.vocab_size, "prompt")
     check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(list(params.logit_bias), info.vocab_size, "logit_bias")
     _check_logprobs(params.logprobs, "logprobs", info)
@@ -37,13 +36,7 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
         raise InvalidRequest(
             "penalties, logit_bias and min_tokens are disabled by --max-penalty-slots 0; raise it to use them.", param="max_penalty_slots"
         )
-    if priority and info.scheduling_policy != "priority":
-        raise InvalidRequest(
-            f"priority is {priority}, but the scheduling policy is {info.scheduling_policy}; start with --scheduling-policy priority.",
-            param="priority",
-        )
-    if not -(2**31) <= priority < 2**31:
-        raise InvalidRequest(f"priority is {priority}; it must be between -2^31 and 2^31 - 1.", param="priority")
+    _check_priority(priority, info)
     rest = info.max_model_len - num_prompt
     max_tokens = rest if params.max_tokens is None else min(params.max_tokens, rest)
     if params.min_tokens > max_tokens:
@@ -52,6 +45,39 @@ def check_request(params: SamplingParams, prompt_token_ids: Sequence[int], info:
             param="min_tokens",
         )
     return params.with_changes(max_tokens=max_tokens)
+
+
+def check_embedding(params: PoolingParams, prompt_token_ids: Sequence[int], info: EngineInfo, *, priority: int = 0) -> None:
+    """Raises InvalidRequest for an embedding that this model, or this engine, cannot serve."""
+    if not info.has_embeddings:
+        raise InvalidRequest("embeddings are not enabled; start with --enable-embeddings.")
+    _check_prompt(prompt_token_ids, info)
+    if len(prompt_token_ids) > info.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt_token_ids)} tokens; the context is {info.max_model_len}: shorten the prompt.", param="prompt"
+        )
+    if params.dimensions is not None and params.dimensions > info.embedding_size:
+        raise InvalidRequest(
+            f"dimensions is {params.dimensions}; vectors of this model have {info.embedding_size}: ask for at most that.",
+            param="dimensions",
+        )
+    _check_priority(priority, info)
+
+
+def _check_prompt(prompt_token_ids: Sequence[int], info: EngineInfo) -> None:
+    if not prompt_token_ids:
+        raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
+    check_token_ids(prompt_token_ids, info.vocab_size, "prompt")
+
+
+def _check_priority(priority: int, info: EngineInfo) -> None:
+    if priority and info.scheduling_policy != "priority":
+        raise InvalidRequest(
+            f"priority is {priority}, but the scheduling policy is {info.scheduling_policy}; start with --scheduling-policy priority.",
+            param="priority",
+        )
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority is {priority}; it must be between -2^31 and 2^31 - 1.", param="priority")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -164,6 +164,7 @@ def _plan_memory(
         max_num_seqs=max_num_seqs,
         max_num_tokens=max(config.max_num_batched_tokens or defaults.max_num_batched_tokens, 16),
         has_prompt_logprobs=config.enable_prompt_logprobs,
+        has_pooling=config.enable_embeddings,
         ratio=defaults.bucket_ratio,
     )
     shape = RunnerShape(
@@ -245,6 +246,9 @@ def _engine_info(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, 
         pad_token_id=checkpoint.generation_config.get("pad_token_id"),
         max_logprobs=config.max_logprobs,
         has_prompt_logprobs=config.enable_prompt_logprobs,
+        has_embeddings=config.enable_embeddings,
+        embedding_size=spec.hidden_size,
+        default_pooling=config.pooling,
         max_penalty_slots=shape.max_penalty_slots,
         scheduling_policy=config.scheduling_policy,
         num_pages=shape.num_pages,

@@ -23,6 +23,8 @@ class EngineInfo:
         attention_reason: Why this attention implementation was chosen.
         kv_cache_bytes: Memory of all page arrays together.
         num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
+        has_embeddings: Prompts may be embedded; vectors have `embedding_size` values, pooled by `default_pooling` where a request says
+            nothing.
         max_logprobs: Most log-probabilities a request may ask for; -1 allows the whole vocabulary.
         default_sampling_params: From the model's generation_config, empty where that is switched off.
     """
@@ -39,6 +41,9 @@ class EngineInfo:
     pad_token_id: int | None = None
     max_logprobs: int = 20
     has_prompt_logprobs: bool = False
+    has_embeddings: bool = False
+    embedding_size: int = 0
+    default_pooling: str = "last"
     max_penalty_slots: int = 64
     scheduling_policy: str = "fcfs"
     num_pages: int

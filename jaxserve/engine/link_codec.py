@@ -1,7 +1,7 @@
 """The types of `jaxserve.core` as EngineLink messages and back. Pure functions; `link.proto` says what the fields mean.
 
-Only what the engine reads travels: the text side of the sampling parameters (stop strings, detokenize, ...) stays in the front
-end. Knows no sockets and no threads. Next: `link_server` (engine side) and `link_client` (front-end side).
+Only what the engine reads travels: the text side of the sampling parameters (stop strings, detokenize, ...), and what becomes of a
+pooled vector, stay in the front end. Knows no sockets and no threads. Next: `link_server` (engine side) and `link_client` (front-end side).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
@@ -42,6 +43,7 @@ def encode_add(request: Request) -> link_pb2.Command:
         priority=request.priority,
         cache_salt=request.cache_salt,
         label=request.label,
+        pooling=request.pooling.pooling if request.pooling else None,
     )
     return link_pb2.Command(add=add)
 
@@ -60,6 +62,7 @@ def decode_add(add: link_pb2.Add) -> Request:
         priority=add.priority,
         cache_salt=add.cache_salt if add.HasField("cache_salt") else None,
         label=add.label,
+        pooling=PoolingParams(pooling=add.pooling) if add.pooling else None,
     )
 
 
@@ -116,6 +119,8 @@ def fill_event(message: link_pb2.Event, event: TokenEvent) -> None:
 
 def _fill_end(message: link_pb2.Event, event: TokenEvent, reason: FinishReason) -> None:
     message.finish_reason = reason.value
+    if event.embedding is not None:
+        message.embedding.extend(event.embedding)
     if event.stop_reason is not None:
         message.stop_reason = event.stop_reason
     if event.error is not None:
@@ -132,6 +137,7 @@ def decode_event(message: link_pb2.Event) -> TokenEvent:
         num_cached_tokens=message.num_cached_tokens,
         logprobs=_decode_logprobs(message.logprobs) if message.has_logprobs else None,
         prompt_logprobs=[None, *_decode_logprobs(message.prompt_logprobs)] if message.has_prompt_logprobs else None,
+        embedding=list(message.embedding) or None,
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         stop_reason=message.stop_reason if message.HasField("stop_reason") else None,
         error=message.error if message.HasField("error") else None,

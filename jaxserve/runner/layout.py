@@ -35,7 +35,7 @@ class StepLayout:
 
     row_slot [B] · row_tokens [B] tokens of each row, 0 for padding · logits_row [R] row behind each logits row, B for padding ·
     is_sampled [R] · tokens [T], -1 for "the slot's last token" · wants_logprobs [1] · admissions [A, 14] · page_writes [W, 4]
-    (slot, group, index, page) · targets [T] only with prompt log-probabilities.
+    (slot, group, index, page) · targets [T] only with prompt log-probabilities · num_pooled_tokens [B] only with pooling.
     """
 
     bucket: Bucket
@@ -63,6 +63,8 @@ class StepLayout:
         }
         if bucket.has_prompt_logprobs:
             shapes["targets"] = (bucket.tokens,)
+        if bucket.has_pooling:
+            shapes["num_pooled_tokens"] = (bucket.rows,)
         sections, offset = {}, 0
         for name, shape in shapes.items():
             sections[name] = Section(offset, offset + prod(shape), shape)

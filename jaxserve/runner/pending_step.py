@@ -41,12 +41,16 @@ class PendingModelStep:
         token_ids = np.asarray(outputs.sampled.token_id)
         sampled = _on_host(outputs.sampled) if self.wants_logprobs else None
         prompt = None if outputs.prompt is None else _on_host(outputs.prompt)
-        return step_result(self.plan, self.bucket, token_ids, sampled, prompt)
+        result = step_result(self.plan, self.bucket, token_ids, sampled, prompt)
+        if outputs.pooled is not None:
+            result.pooled = np.asarray(outputs.pooled)
+        return result
 
     def _arrays_to_copy(self) -> list[jax.Array]:
         outputs = self.outputs
         arrays = list(outputs.sampled) if self.wants_logprobs else [outputs.sampled.token_id]
-        return arrays + (list(outputs.prompt) if outputs.prompt is not None else [])
+        arrays += list(outputs.prompt or ())
+        return arrays if outputs.pooled is None else [*arrays, outputs.pooled]
 
 
 class HostTokens(NamedTuple):

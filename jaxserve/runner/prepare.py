@@ -50,7 +50,7 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
         view["logits_row"][:] = bucket.rows
         return False
     # One pass over the rows instead of one for each field: this runs in every step.
-    _, slots, _, num_tokens, token_ids, is_sampled, num_logprobs, _, targets = zip(*plan.rows, strict=True)
+    _, slots, _, num_tokens, token_ids, is_sampled, num_logprobs, _, targets, num_pooled = zip(*plan.rows, strict=True)
     view["row_slot"][:num_rows] = slots
     view["row_tokens"][:num_rows] = num_tokens
     if bucket.is_decode:
@@ -72,6 +72,8 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
         wanted = [target for row, count in zip(targets, num_tokens, strict=True) for target in row or (-1,) * count]
         view["targets"][: len(wanted)] = wanted
         view["targets"][len(wanted) :] = -1
+    if bucket.has_pooling:
+        view["num_pooled_tokens"][:num_rows] = num_pooled
     wants_logprobs = num_logprobs.count(None) < num_rows
     view["wants_logprobs"][0] = wants_logprobs
     return wants_logprobs

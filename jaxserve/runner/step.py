@@ -16,14 +16,16 @@ from jax import lax
 from jaxserve.arrays import AttentionInputs, KVPages, PenaltyState, RecurrentStates, SampledTokens, SlotState
 from jaxserve.models.load import merge_model
 from jaxserve.runner.layout import ADMISSION_INTS, StepLayout
+from jaxserve.runner.pooling import sum_rows
 from jaxserve.runner.sampling import prompt_logprobs, sample
 
 
 class StepOutputs(NamedTuple):
-    """What a step leaves for the host; `prompt` is [T] shaped and only there in prompt-logprobs buckets."""
+    """What a step leaves for the host; `prompt` is [T] shaped and only there in prompt-logprobs buckets, `pooled` [B, D] in pooling ones."""
 
     sampled: SampledTokens
     prompt: SampledTokens | None
+    pooled: jax.Array | None
 
 
 def step(
@@ -69,7 +71,8 @@ def step(
     prompt = None
     if bucket.has_prompt_logprobs:
         prompt = prompt_logprobs(model.logits, hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs)
-    return pages, slots, penalties, states, StepOutputs(sampled, prompt)
+    pooled = sum_rows(hidden, ctx, inputs["num_pooled_tokens"]) if bucket.has_pooling else None
+    return pages, slots, penalties, states, StepOutputs(sampled, prompt, pooled)
 
 
 def update(slots: SlotState, writes: jax.Array) -> SlotState:
