@@ -55,13 +55,14 @@ def sizes(gigabytes: float, *, is_top_heavy: bool) -> tuple[int, int, int, int]:
 
 def write_safetensors(directory: Path, dimensions: tuple[int, int, int, int]) -> Path:
     """A Hugging Face directory with one sparse file."""
-    from jaxserve.convert.gguf_config import hugging_face_name
+    from jaxserve.convert.gguf_names import LAYOUTS
 
     vocab, hidden, mlp, layers = dimensions
     header, offset = {}, 0
     for name, shape in shapes(*dimensions).items():
         num_bytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[hugging_face_name(f"{name}.weight")] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        place = [offset, offset + num_bytes]
+        header[LAYOUTS["llama"].hugging_face_name(f"{name}.weight")] = {"dtype": "BF16", "shape": shape, "data_offsets": place}
         offset += num_bytes
     text = json.dumps(header).encode()
     directory.mkdir()

@@ -16,7 +16,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: b
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-@given(text=TEXTS)
+@given(text=TEXTS.filter(lambda text: "<s>" not in text))  # which is left out of text
 def test_byte_level_stream_is_the_text_and_whole_characters(byte_level: Tokenizer, text: str) -> None:
     ids = byte_level.encode(text)
     pieces = stream(byte_level, [], ids)
