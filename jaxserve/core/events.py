@@ -59,8 +59,8 @@ class TokenEvent:
         finish_reason, stop_reason: Set on the last event; stop_reason is the matched stop token id (None for EOS).
         embedding: The pooled hidden state of an embedding's prompt, with its end.
         error: What went wrong, when finish_reason is ERROR.
-        queue_s, prefill_s: With the first token of a sequence, or its embedding, only: seconds from its arrival at the engine to its first step, and from
-            there to that.
+        queue_s, prefill_s: Only with the first token of a sequence, or its embedding: seconds from its arrival at the engine to its
+            first step, and from there to that.
     """
 
     request_id: str

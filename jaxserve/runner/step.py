@@ -21,7 +21,7 @@ from jaxserve.runner.sampling import prompt_logprobs, sample
 
 
 class StepOutputs(NamedTuple):
-    """What a step leaves for the host; `prompt` is [T] shaped and only there in prompt-logprobs buckets, `pooled` [B, D] in pooling ones."""
+    """What a step leaves for the host; `prompt` is [T] shaped and only there in buckets that want it, `pooled` likewise, [B, D]."""
 
     sampled: SampledTokens
     prompt: SampledTokens | None

@@ -28,20 +28,20 @@ from jaxserve.runner.memory import group_limits
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
 
-MAX_SEQS, MAX_TOKENS, MAX_LEN, ARRAY_PAGES = 4, 64, 84, 64
+MAX_SEQS, MAX_TOKENS, MAX_LEN, ARRAY_PAGES = 4, 64, 84, 128
 
 
 class TinyModel:
     """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs."""
 
-    def __init__(self, source: Path, converted: Path, page_size: int) -> None:
+    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool) -> None:
         convert(next(source.glob("*.gguf"), source), converted)
         checkpoint = open_checkpoint(converted)
         self.spec = resolve_spec(checkpoint.config)
         self.expected = json.loads((source / "expected.json").read_text())
         self.arrays = load_file(source / "expected.safetensors")
         model = load_model(self.spec, checkpoint.read, jnp.float32, device=jax.devices()[0], attention=None)
-        buckets = Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True)
+        buckets = Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True, has_pooling=has_pooling)
         shape = RunnerShape(buckets=buckets, num_pages=ARRAY_PAGES, page_size=page_size, max_model_len=MAX_LEN,
                             max_penalty_slots=MAX_SEQS, has_full_logprobs=True)  # fmt: skip
         self.runner = ModelRunner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
@@ -66,15 +66,19 @@ class TinyModel:
 
 
 @functools.cache
-def _tiny_model(source: Path, converted: Path, page_size: int) -> TinyModel:
-    return TinyModel(source, converted, page_size)
+def _tiny_model(source: Path, converted: Path, page_size: int, has_pooling: bool) -> TinyModel:
+    return TinyModel(source, converted, page_size, has_pooling=has_pooling)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """`tiny_model(folder, page_size)`: built once for the session."""
     root = tmp_path_factory.mktemp("converted")
-    return lambda folder, page_size=16: _tiny_model(golden_dir / folder, root / f"{folder}-{page_size}", page_size)
+
+    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False) -> TinyModel:
+        return _tiny_model(golden_dir / folder, root / f"{folder}-{page_size}{'-pooling' * has_pooling}", page_size, has_pooling)
+
+    return make
 
 
 def run_all(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[TokenEvent]]:

@@ -3,7 +3,7 @@
 Not part of the test run: it needs torch and transformers, which jaxserve does not depend on. In an environment of its own:
 
     python -m venv /tmp/torchenv && /tmp/torchenv/bin/pip install torch==2.13.0 transformers==5.24.0
-    /tmp/torchenv/bin/python tests/data/embeddings/make.py llama3-rope qwen3 gemma3-text
+    /tmp/torchenv/bin/python tests/data/embeddings/make.py llama3-rope qwen3
 
 `last` is hidden_states[-1] (after the final norm) of a prompt's last token, `mean` the mean over its tokens, in float32 with eager
 attention and a batch of one. The prompts are those of the folder's expected.json, and a longer one that begins as the last of them.
