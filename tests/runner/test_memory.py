@@ -103,7 +103,7 @@ def test_state_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -
     set_free(monkeypatch, 8 * GIB)
     gpu: Any = FakeGPU(limit=8 * GIB, in_use=4 * GIB)
     for device in (jax.devices("cpu")[0], gpu):
-        with pytest.raises(ConfigError, match=r"state take 9\.00 GiB.*--max-num-seqs"):
+        with pytest.raises(ConfigError, match=r"state of sequences takes 9\.00 GiB.*--max-num-seqs"):
             kv_budget(CONFIG, device, state_bytes=9 * GIB)
     assert kv_budget(CONFIG, jax.devices("cpu")[0], state_bytes=6 * GIB).size_bytes == GIB // 2
 
