@@ -23,6 +23,7 @@ from jaxserve.checkpoint import DTYPES, FORMAT_VERSION, MANIFEST_NAME, IgnoredTe
 from jaxserve.checkpoint_report import size
 from jaxserve.convert.hub import download, is_hub_id
 from jaxserve.convert.match import match_tensors
+from jaxserve.convert.mxfp4 import unpacked
 from jaxserve.convert.read_gguf import read_gguf
 from jaxserve.convert.read_safetensors import PICKLED, pickle_message, read_directory
 from jaxserve.convert.source import Source, SourceTensor
@@ -141,7 +142,9 @@ def _prepare(located: _Located, dtype: str) -> _Job:
         raise CheckpointError(f"{located.name} cannot be read: {error}") from error
     if (method := text_config(source.config).get("quantization_config", source.config.get("quantization_config"))) is not None:
         kind = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, and GGUF's types.")
+        if kind != "mxfp4":
+            raise CheckpointError(f"{located.name} is quantized ({kind}), which is not supported; supported: none, mxfp4 and GGUF's types.")
+        source = unpacked(source)
     spec = resolve_spec(source.config)
     family = family_of(spec)
     pairs, ignored = match_tensors(logical_tensors(family, spec), source.tensors, ignored_patterns(family, spec))
