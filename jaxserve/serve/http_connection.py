@@ -67,7 +67,7 @@ class HttpConnection(H11Protocol):
     """One connection."""
 
     _reader_timer: asyncio.TimerHandle | None = None
-    _writer_timer: asyncio.TimerHandle | None = None
+    _upload_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bounds the buffers; the first request is owed from here on."""
@@ -131,8 +131,8 @@ class HttpConnection(H11Protocol):
         is_refused = self.cycle is not None and self.cycle.response_complete and states[h11.CLIENT] is h11.SEND_BODY
         if not (is_before_first or has_part_of_headers or is_refused):
             self._stop_upload_timer()
-        elif self._writer_timer is None:
-            self._writer_timer = self.loop.call_later(HEADERS_S, self._cut, f"its client has not sent a whole request in {HEADERS_S:g} s")
+        elif self._upload_timer is None:
+            self._upload_timer = self.loop.call_later(HEADERS_S, self._cut, f"its client has not sent a whole request in {HEADERS_S:g} s")
 
     def _cut(self, reason: str) -> None:
         """Ends the connection at once, with what is still unsent."""
@@ -140,9 +140,9 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     def _stop_upload_timer(self) -> None:
-        if self._writer_timer is not None:
-            self._writer_timer.cancel()
-            self._writer_timer = None
+        if self._upload_timer is not None:
+            self._upload_timer.cancel()
+            self._upload_timer = None
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:
