@@ -147,6 +147,7 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft) -> None:
         page_size, step_id, rows = self.limits.page_size, draft.step_id, draft.single_rows
+        new_row = Row._make  # half the time of `Row(...)`, for each decoding sequence in each step
         # Preemption takes sequences from the end of the list, always behind the loop or at it.
         for i, seq in enumerate(self._running):
             if draft.budget == 0:
@@ -161,7 +162,7 @@ class Scheduler:
                 if not self._make_room(seq, self.limits.num_groups, draft):
                     continue
                 self._pages.grow(seq, start + 1, draft.page_writes)
-            rows.append(Row(seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs))  # type: ignore[arg-type]
+            rows.append(new_row((seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs, None, ())))
             seq.num_computed_tokens = start + 1
             seq.num_pending_tokens += 1
             seq.last_step_id = step_id
