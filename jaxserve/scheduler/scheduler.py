@@ -271,10 +271,11 @@ class Scheduler:
         """Take a step's results, in the order the plans were made. One event for each sequence with a new token or an end."""
         assert plan.step_id > self._committed_step_id, "plans are committed once and in order"
         self._committed_step_id = plan.step_id
-        events = []
-        page_size, eos, shares = self.limits.page_size, self.limits.eos_token_ids, self._shares
-        for i, (row, token_id) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
-            seq = self._sequences.get(row.seq_id)
+        events: list[TokenEvent] = []
+        page_size, eos, has_shares = self.limits.page_size, self.limits.eos_token_ids, bool(self._shares)
+        find_sequence, emit = self._sequences.get, events.append
+        for i, (row, token_id, logprobs) in enumerate(zip(plan.rows, result.token_ids, result.logprobs, strict=True)):
+            seq = find_sequence(row.seq_id)
             if seq is None:
                 continue  # ended while the step ran
             start = row.start
@@ -289,16 +290,16 @@ class Scheduler:
             if token_id == -1:
                 self._pages.forget(seq)  # what is not finite may have come from a page
                 self._end(seq, FinishReason.ERROR)
-                events.append(end_event(seq, error=NOT_FINITE))
+                emit(end_event(seq, error=NOT_FINITE))
                 continue
-            if shares and seq.status is Status.RUNNING:
-                for child in shares.on_computed(seq, end):
+            if has_shares and seq.status is Status.RUNNING:
+                for child in self._shares.on_computed(seq, end):
                     self._queue.push(child)
             token_ids = seq.token_ids
             token_ids.append(token_id)
             if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
                 self._end_if_stopped(seq)
-            events.append(token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
+            emit(token_event(seq, token_id, logprobs))
         self._pages.release_deferred(plan.step_id)
         self._requeue_set_aside()
         return events
