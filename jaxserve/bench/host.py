@@ -27,9 +27,9 @@ from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine import link_codec
-from jaxserve.engine.collector import quiet_collector
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.interpreter import prompt_interpreter
 from jaxserve.engine.link_server import encode_output
 from jaxserve.engine.loop import EngineLoop, Output
 from jaxserve.errors import ConfigError
@@ -133,7 +133,7 @@ def measure(setup: Setup, *, async_scheduling: bool) -> HostTimes:
     loop = EngineLoop(engine)
     load = _Load(setup, loop, times)
     load.start()  # before the loop: the stopwatch belongs to its thread
-    with quiet_collector():  # as in an engine process
+    with prompt_interpreter():  # as in an engine process
         loop.start()
         try:
             load.is_done.wait()

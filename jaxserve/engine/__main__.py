@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
-from jaxserve.engine.collector import quiet_collector
+from jaxserve.engine.interpreter import prompt_interpreter
 from jaxserve.engine.link_server import run_engine_process
 from jaxserve.engine.profiler import Profiler
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
@@ -34,7 +34,7 @@ def main() -> int:
     server = orders["server"]
     info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
-        with quiet_collector():
+        with prompt_interpreter():
             return run_engine_process(
                 engine,
                 info,
