@@ -63,6 +63,16 @@ class Terminal:
             taken, self._text = self._text[: found[0].end()], self._text[found[0].end() :]
             return taken
 
+    def press_ctrl_c_until(self, pattern: str) -> None:
+        """Presses Ctrl-C, again after a while: where Python is just about to wait for a key, it notices the first only with the next."""
+        end = time.monotonic() + TIMEOUT_S
+        while not re.search(pattern, self._text, re.DOTALL):
+            assert time.monotonic() < end, f"no {pattern!r} in {self._text!r}"
+            self.type("\x03")
+            with self._arrived:
+                self._arrived.wait_for(lambda: re.search(pattern, self._text, re.DOTALL), 2.0)
+        self.expect(pattern)
+
     def end(self) -> int:
         """Waits for the program to end by itself; its status."""
         return self._process.wait(TIMEOUT_S)
@@ -135,8 +145,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_server: Any, terminal:
 def test_ctrl_c_at_the_prompt_gives_another_one(server: Any, terminal: Any) -> None:
     chat = terminal("complete", "--url", server.http, "--temperature", "0", "--max-tokens", "3")
     chat.expect("> ")
-    chat.type("half a line\x03")
-    chat.expect("\r\n> ")
+    chat.type("half a line")
+    chat.expect("half a line")
+    chat.press_ctrl_c_until("\r\n> ")
     chat.type("a prompt\n")
     chat.expect(r"\[ended: no more tokens allowed\]\r\n> ")
     chat.type("\x04")
