@@ -47,6 +47,8 @@ def uvicorn_config(app: Any, config: ServerConfig, *, flush_s: int) -> uvicorn.C
         config: The server's.
         flush_s: Seconds that clients have, when the server stops, to read what was sent.
     """
+    # Its warnings are about what strangers sent, and advise to install what is left out on purpose.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return uvicorn.Config(
         app,
         http=HttpConnection,
@@ -85,7 +87,10 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what the client sent."""
-        super().data_received(data)
+        # h11 measures headers while they are not complete: what comes at once must not get past its limit.
+        for start in range(0, len(data), MAX_HEADER_BYTES):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + MAX_HEADER_BYTES])
         self._watch_upload()
 
     def on_response_complete(self) -> None:
