@@ -115,7 +115,9 @@ def _sorted(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries."""
+    """What every call carries; raises InvalidRequest for a key that no header can hold."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("the API key holds characters other than printable ASCII; look at how it was read.", param="api_key")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 

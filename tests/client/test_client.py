@@ -271,6 +271,14 @@ def test_the_key_goes_with_every_call(call, address, script):
     assert [metadata["authorization"] for _, _, metadata in script.calls] == ["Bearer secret"] * 4
 
 
+@pytest.mark.parametrize("key", ["ключ", "two\nlines"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(call, address, script, key):
+    with pytest.raises(InvalidRequest, match="printable ASCII") as caught:
+        call(address, "generate", "Hello", client={"api_key": key})
+    assert key not in str(caught.value)
+    assert not script.calls
+
+
 def test_certificates(call, script, tmp_path):
     authority = trustme.CA()
     one, mine = authority.issue_cert("localhost"), authority.issue_cert("me@example.org")
