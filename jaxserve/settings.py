@@ -92,7 +92,9 @@ def resolve_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file:
                 values[name] = parse_value(name, raw, origin)
                 origins[name] = origin
     if not values.get("model"):
-        raise ConfigError("no model given: name a converted checkpoint, a Hugging Face directory, a GGUF file or a hub id.")
+        raise ConfigError(
+            "no model given: name a converted checkpoint, a Hugging Face directory, a GGUF file or a hub id, before flags that take a list."
+        )
     engine = EngineConfig(**{spec.name: values[spec.name] for spec in fields(EngineConfig) if spec.name in values})
     server = ServerConfig(**{spec.name: values[spec.name] for spec in fields(ServerConfig) if spec.name in values})
     changed = {name: origin for name, origin in origins.items() if values[name] != names[name].default}
