@@ -58,6 +58,8 @@ def test_sizes(text: str, value: int) -> None:
         ("page_size", "512"),
         ("gpu_memory_utilization", "nan"),
         ("gpu_memory_utilization", "1.5"),
+        ("shutdown_timeout", "inf"),
+        ("stall_timeout", "nan"),
         ("dtype", "int4"),
         ("dtype", ["float32"]),
         ("enable_prefix_caching", "maybe"),
