@@ -258,10 +258,11 @@ def _read_str(raw: Any) -> str | None:
 
 
 def _read_names(raw: Any) -> tuple[str, ...] | None:
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) and part.strip() for part in parts):
+    given = [raw] if isinstance(raw, str) else raw
+    if not isinstance(given, list | tuple) or not all(isinstance(part, str) for part in given):
         return None
-    return tuple(part.strip() for part in parts)
+    parts = tuple(name.strip() for part in given for name in part.split(","))
+    return parts if all(parts) else None
 
 
 def _dashed(name: str) -> str:
