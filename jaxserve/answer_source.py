@@ -55,15 +55,15 @@ class ServerSource:
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: Mapping[str, Any]) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url is {url!r}; it must be such as http://127.0.0.1:8000.")
+        host = _host_of(url)
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key holds characters other than printable ASCII; look at how it was given.")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         # A proxy from the environment cannot reach this machine's own loopback.
-        handlers = [urllib.request.ProxyHandler({})] if _is_loopback(parts.hostname) else []
+        handlers = [urllib.request.ProxyHandler({})] if _is_loopback(host) else []
         self._opener = urllib.request.build_opener(*handlers)
         self._body = {"model": model or self._first_model(), "stream": True, **sampling}
 
@@ -74,11 +74,13 @@ class ServerSource:
 
     def chat(self, messages: Sequence[Message], write: Write) -> str | None:
         """Answers a conversation; the finish reason."""
-        return self._stream("/chat/completions", {"messages": list(messages)}, lambda choice: choice["delta"].get("content"), write)
+        return self._stream(
+            "/chat/completions", {"messages": list(messages)}, lambda choice: (choice.get("delta") or {}).get("content"), write
+        )
 
     def complete(self, prompt: str, write: Write) -> str | None:
         """Continues a text; the finish reason."""
-        return self._stream("/completions", {"prompt": prompt}, lambda choice: choice["text"], write)
+        return self._stream("/completions", {"prompt": prompt}, lambda choice: choice.get("text"), write)
 
     def close(self) -> None:
         """Nothing to free: each request has its own connection."""
@@ -96,7 +98,7 @@ class ServerSource:
             for chunk in _chunks(response):
                 if "error" in chunk:
                     raise RequestFailed(_message_of(chunk))
-                for choice in chunk["choices"]:
+                for choice in chunk.get("choices") or ():
                     if text := text_of(choice):
                         write(text)
                     reason = choice.get("finish_reason") or reason
@@ -110,7 +112,7 @@ class ServerSource:
             with error:
                 raise _refusal(error) from None
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
+            reason = "".join(filter(str.isprintable, str(getattr(error, "reason", None) or error)))  # some quote what they read
             raise EngineUnavailable(f"cannot reach {self._base}: {reason}. Is the server running there?") from None
         return response
 
@@ -173,7 +175,10 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             if data == b"[DONE]":
                 return
             if data:
-                yield json.loads(data)
+                chunk = json.loads(data)
+                if not isinstance(chunk, dict):
+                    raise ValueError(f"it sent a {type(chunk).__name__} where an object belongs")
+                yield chunk
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise EngineUnavailable(f"the server broke off its answer: {error or type(error).__name__}") from None
     raise EngineUnavailable("the server broke off its answer.")
@@ -182,7 +187,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _refusal(error: urllib.error.HTTPError) -> Exception:
     try:
         message = _message_of(json.load(error))
-    except ValueError:
+    except (ValueError, OSError, http.client.HTTPException):
         message = f"HTTP {error.code} {error.reason}"
     if error.code == 401:
         message = f"{message} Give --api-key, or set JAXSERVE_API_KEY."
@@ -194,6 +199,16 @@ def _message_of(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())
+
+
+def _host_of(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return parts.hostname
+    except ValueError:  # brackets that do not match
+        pass
+    raise ConfigError(f"--url is {url!r}; it must be such as http://127.0.0.1:8000.")
 
 
 def _is_loopback(host: str) -> bool:

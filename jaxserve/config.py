@@ -6,6 +6,7 @@ spellings); flags, environment variables and the configuration file are all gene
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import Field, dataclass, field, fields
@@ -242,6 +243,8 @@ def range_error(spec: Field[Any], value: Any) -> str:
         return ""
     if choices and value not in choices:
         return f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}."
+    if value == math.inf:
+        return f"{spec.name} is {value}; it must be a finite number."
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         limit = f"between {low} and {high}" if high is not None else f"at least {low}"
         return f"{spec.name} is {value}; it must be {limit}."

@@ -92,7 +92,9 @@ def resolve_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file:
                 values[name] = parse_value(name, raw, origin)
                 origins[name] = origin
     if not values.get("model"):
-        raise ConfigError("no model given: name a converted checkpoint, a Hugging Face directory, a GGUF file or a hub id.")
+        raise ConfigError(
+            "no model given: name a converted checkpoint, a Hugging Face directory, a GGUF file or a hub id, before flags that take a list."
+        )
     engine = EngineConfig(**{spec.name: values[spec.name] for spec in fields(EngineConfig) if spec.name in values})
     server = ServerConfig(**{spec.name: values[spec.name] for spec in fields(ServerConfig) if spec.name in values})
     changed = {name: origin for name, origin in origins.items() if values[name] != names[name].default}
@@ -151,20 +153,32 @@ def _read_file(path: Path | None, names: Mapping[str, Field[Any]]) -> dict[tuple
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"the configuration file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"the configuration file {path} is not valid YAML{_place(error)}.") from None
     if not isinstance(content or {}, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, not a {type(content).__name__}.")
-    values = {}
+    values: dict[tuple[str, str], Any] = {}
     for key, value in (content or {}).items():
         name = _canonical(str(key).replace("-", "_"), names)
         if name is None:
             raise ConfigError(f"unknown setting {key!r} in {path}.{nearest(str(key), [_dashed(known) for known in names])}")
+        _check_once(name, str(key), str(path), values)
         values[name, str(path)] = value
     return values
 
 
+def _place(error: Any) -> str:
+    """What a YAMLError tells, but for the text itself: that may hold keys."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f" at line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark and problem else ""
+
+
+def _check_once(name: str, given: str, origin: str, values: Mapping[tuple[str, str], Any]) -> None:
+    if any(name == other for other, _ in values):
+        raise ConfigError(f"{origin}: {name} is given twice, once as {given}; leave one out.")
+
+
 def _read_environment(environ: Mapping[str, str], names: Mapping[str, Field[Any]]) -> dict[tuple[str, str], Any]:
-    values = {}
+    values: dict[tuple[str, str], Any] = {}
     for variable, text in environ.items():
         if not variable.startswith("JAXSERVE_") or variable in OTHER_VARIABLES or not text:
             continue
@@ -173,6 +187,7 @@ def _read_environment(environ: Mapping[str, str], names: Mapping[str, Field[Any]
             known = [*(known.upper() for known in names), *(other.removeprefix("JAXSERVE_") for other in OTHER_VARIABLES)]
             hint = nearest(variable.removeprefix("JAXSERVE_"), known).replace("mean ", "mean JAXSERVE_")
             raise ConfigError(f"unknown environment variable {variable}.{hint}")
+        _check_once(name, variable, "the environment", values)
         values[name, variable] = text
     return values
 
@@ -243,10 +258,11 @@ def _read_str(raw: Any) -> str | None:
 
 
 def _read_names(raw: Any) -> tuple[str, ...] | None:
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) and part.strip() for part in parts):
+    given = [raw] if isinstance(raw, str) else raw
+    if not isinstance(given, list | tuple) or not all(isinstance(part, str) for part in given):
         return None
-    return tuple(part.strip() for part in parts)
+    parts = tuple(name.strip() for part in given for name in part.split(","))
+    return parts if all(parts) else None
 
 
 def _dashed(name: str) -> str:

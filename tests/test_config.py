@@ -58,6 +58,8 @@ def test_sizes(text: str, value: int) -> None:
         ("page_size", "512"),
         ("gpu_memory_utilization", "nan"),
         ("gpu_memory_utilization", "1.5"),
+        ("shutdown_timeout", "inf"),
+        ("stall_timeout", "nan"),
         ("dtype", "int4"),
         ("dtype", ["float32"]),
         ("enable_prefix_caching", "maybe"),
@@ -205,7 +207,9 @@ def test_every_setting_has_a_flag_that_reads_its_default_back() -> None:
         ({"JAXSERVE_CACHES": "1"}, None, "JAXSERVE_CACHES. Did you mean JAXSERVE_CACHE?"),
         ({}, "max-model-lne: 3", "'max-model-lne' in .* Did you mean max-model-len?"),
         ({}, "[1, 2]", "must hold names and values, not a list"),
-        ({}, "a: [", "not valid YAML"),
+        ({}, "a: [", "not valid YAML at line 1, column 5: "),
+        ({}, "page_size: 16\nblock-size: 32", "page_size is given twice, once as block-size"),
+        ({"JAXSERVE_PAGE_SIZE": "16", "JAXSERVE_BLOCK_SIZE": "32"}, None, "page_size is given twice, once as JAXSERVE_BLOCK_SIZE"),
         ({}, "page_size: 12", "page_size is 12; it must be a power of two"),
     ],
 )
@@ -214,6 +218,14 @@ def test_what_is_unknown_or_wrong_is_named(tmp_path: Path, environ: dict[str, st
     path.write_text(file or "")
     with pytest.raises(ConfigError, match=message):
         resolve_settings({"model": "m"}, environ, path)
+
+
+def test_a_file_that_is_no_yaml_is_not_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("api_key: [sk-secret\nport: 1")
+    with pytest.raises(ConfigError, match="not valid YAML at line 2") as caught:
+        resolve_settings({"model": "m"}, {}, path)
+    assert "sk-secret" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_missing_model(tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 def test_off_a_terminal_each_line_is_an_object(stderr):
     set_up_logging()
-    logging.getLogger("jaxserve.engine").info("ready at %s\nsecond line", "here")
+    logging.getLogger("jaxserve.engine").info("ready at %s\nsecond line\u2028\x85\udc80", "here")
     [line] = stderr().splitlines()
     record = json.loads(line)
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
     assert isinstance(record.pop("process"), int)
-    assert record == {"level": "INFO", "logger": "jaxserve.engine", "message": "ready at here\nsecond line"}
+    assert record == {"level": "INFO", "logger": "jaxserve.engine", "message": "ready at here\nsecond line\u2028\x85\udc80"}
 
 
 @pytest.mark.usefixtures("stderr")

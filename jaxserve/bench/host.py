@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import numpy as np
@@ -26,9 +27,9 @@ from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine import link_codec
-from jaxserve.engine.collector import quiet_collector
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.interpreter import prompt_interpreter
 from jaxserve.engine.link_server import encode_output
 from jaxserve.engine.loop import EngineLoop, Output
 from jaxserve.errors import ConfigError
@@ -99,6 +100,11 @@ class Setup:
         """Room for a sequence that the front end aborts a few tokens late."""
         return self.input_len + self.output_len + 32
 
+    @property
+    def num_warm_up_turns(self) -> int:
+        """Until all prompts are computed once, and some more."""
+        return 50 + 2 * self.num_seqs * self.input_len // MAX_NUM_BATCHED_TOKENS
+
     def limits(self) -> SchedulerLimits:
         """Pages for all, without preemption, so that finished prefixes are evicted all the time."""
         per_sequence = -(-self.max_model_len // self.page_size)
@@ -116,7 +122,7 @@ def measure(setup: Setup, *, async_scheduling: bool) -> HostTimes:
     """Times of `setup.num_steps` turns of one loop, in a steady state."""
     limits = setup.limits()
     buckets = Buckets.build(max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_batched_tokens)
-    times = HostTimes()
+    times = HostTimes(setup.num_warm_up_turns)
     info = EngineInfo(
         model_path="", model="host", model_type="", dtype="", max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE,
         eos_token_ids=(0,), num_pages=limits.num_pages, page_size=limits.page_size, max_num_seqs=limits.max_num_seqs,
@@ -127,7 +133,7 @@ def measure(setup: Setup, *, async_scheduling: bool) -> HostTimes:
     loop = EngineLoop(engine)
     load = _Load(setup, loop, times)
     load.start()  # before the loop: the stopwatch belongs to its thread
-    with quiet_collector():  # as in an engine process
+    with prompt_interpreter():  # as in an engine process
         loop.start()
         try:
             load.is_done.wait()
@@ -176,6 +182,7 @@ class PretendedRunner:
         """There is nothing to free."""
 
 
+@cache
 def _compile_upload(*shape: int) -> Callable[[np.ndarray], jax.Array]:
     """A program that takes an array from the host, as the step does, and reads one word of it."""
     return jax.jit(lambda array: array.ravel()[0]).lower(jax.ShapeDtypeStruct(shape, np.int32)).compile()
@@ -229,7 +236,7 @@ class _TimedEngine(Engine):
             return super().abort(request_id, index)
 
     def step(self) -> list[TokenEvent]:
-        self._times.end_turn(is_full=self.scheduler.num_running >= 0.95 * self.scheduler.limits.max_num_seqs)
+        self._times.end_turn()
         with self._times.part("rest"):
             return super().step()
 

@@ -11,22 +11,20 @@ PARTS = ("schedule", "prepare", "wait", "read", "commit", "rest", "emit", "arriv
 """In the order of a turn. prepare: with the upload. wait: for the device. read: arrays to a StepResult. rest: of the engine's step. emit:
 events sorted by client, encoded to bytes. arrive: new requests and aborts, decoded and queued."""
 
-_WARM_UP_TURNS = 50
-
 
 class HostTimes:
-    """Seconds of each part in each measured turn. Belongs to the loop's thread.
+    """Seconds of each part in each turn after the warm-up. Belongs to the loop's thread.
 
     A part inside another one counts for itself alone. What lies outside every part, between two steps, is the loop's own and counts
     as `emit`; `client` is what the benchmark does in place of the front end's process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_warm_up_turns: int) -> None:
+        self._num_unmeasured = num_warm_up_turns
         self._turns: list[dict[str, float]] = []
         self._current: dict[str, float] = {}
         self._open: list[str] = ["emit"]
         self._since_s = 0.0
-        self._num_full_turns = 0
 
     @property
     def num_turns(self) -> int:
@@ -44,11 +42,12 @@ class HostTimes:
             self._switch()
             self._open.pop()
 
-    def end_turn(self, *, is_full: bool) -> None:
-        """A turn ends here and the next begins. Only full ones are kept, and only after a warm-up."""
+    def end_turn(self) -> None:
+        """A turn ends here and the next begins."""
         self._switch()
-        self._num_full_turns += is_full
-        if is_full and self._num_full_turns > _WARM_UP_TURNS:
+        if self._num_unmeasured:
+            self._num_unmeasured -= 1
+        else:
             self._turns.append(self._current)
         self._current = {}
 

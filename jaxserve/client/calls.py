@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from jaxserve.protocol import inference_pb2 as pb
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 8.0
+MAX_TIMEOUT_S = 10 * 365 * 86_400
+"""More than this is no limit."""
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -99,7 +102,7 @@ def chat_request(messages: Sequence[Mapping[str, str]], arguments: Mapping[str, 
             **rest,
         )
         request.chat_template_kwargs.update(template_kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequest(str(error)) from None
     return request
 
@@ -115,7 +118,9 @@ def _sorted(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries."""
+    """What every call carries; raises InvalidRequest for a key that no header can hold."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("the API key holds characters other than printable ASCII; look at how it was read.", param="api_key")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
@@ -141,7 +146,10 @@ class Attempts:
     """
 
     def __init__(self, timeout_s: float | None, max_retries: int) -> None:
-        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if timeout_s is not None and math.isnan(timeout_s):
+            raise InvalidRequest("timeout_s is nan; it must be a number of seconds, or None for no limit.", param="timeout_s")
+        # gRPC takes a deadline that it cannot count to for one that is over.
+        self._end_s = None if timeout_s is None or timeout_s > MAX_TIMEOUT_S else time.monotonic() + timeout_s
         self._num_left = max_retries
         self._delay_s = FIRST_DELAY_S
 

@@ -8,9 +8,6 @@ from dataclasses import asdict, replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.child_process import Reports, read_orders
-from jaxserve.engine.collector import quiet_collector
-from jaxserve.engine.link_server import run_engine_process
-from jaxserve.engine.profiler import Profiler
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
 from jaxserve.logs import announce
 
@@ -22,9 +19,13 @@ def main() -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
     orders = read_orders()
     reports = Reports(orders["report_fd"])
+    # Seconds of imports, which must find this process tied to its parent already.
     from jax import profiler
 
     from jaxserve.engine.build import build_engine
+    from jaxserve.engine.interpreter import prompt_interpreter
+    from jaxserve.engine.link_server import run_engine_process
+    from jaxserve.engine.profiler import Profiler
 
     try:
         engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
@@ -34,7 +35,7 @@ def main() -> int:
     server = orders["server"]
     info = replace(engine.info, max_waiting=server["max_waiting"] or WAITING_PER_SEAT * engine.info.max_num_seqs)
     try:
-        with quiet_collector():
+        with prompt_interpreter():
             return run_engine_process(
                 engine,
                 info,

@@ -137,7 +137,8 @@ class LinkService(link_pb2_grpc.EngineLinkServicer):
     async def _beat(self, outbox: _Outbox) -> None:
         # The first at once: the front end may begin. A loop that has ended said so before.
         while True:
-            outbox.put_nowait(self._loop.stats())
+            if outbox.empty():  # a front end that reads nothing, such as a stopped one, must not pile them up
+                outbox.put_nowait(self._loop.stats())
             await asyncio.sleep(HEARTBEAT_S)
 
 

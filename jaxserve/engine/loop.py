@@ -156,6 +156,8 @@ class EngineLoop:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # whoever asked has gone away meanwhile
+                return
             try:
                 future.set_result(function())
             except Exception as error:

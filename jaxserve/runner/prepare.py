@@ -6,12 +6,13 @@ written again. What the sections mean is said in `runner.layout`; the traced oth
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.core.plan import Admission, Plan
-from jaxserve.runner.layout import ADMISSION_WORDS, PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
+from jaxserve.runner.layout import ADMISSION_FLOATS, ADMISSION_INTS, PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
 
 
 class PreparedStep(NamedTuple):
@@ -35,7 +36,7 @@ def prepare(plan: Plan, layout: StepLayout, *, null_slot: int, null_penalty_slot
     view = {name: packed[s.offset : s.end].reshape(s.shape) for name, s in layout.sections.items()}
     wants_logprobs = _fill_rows(plan, view, layout, null_slot)
     _fill_admissions(plan.admissions, view["admissions"], null_slot, null_penalty_slot)
-    writes = np.array(plan.page_writes, np.int32).reshape(-1, PAGE_WRITE_WORDS)
+    writes = np.fromiter(chain.from_iterable(plan.page_writes), np.int32).reshape(-1, PAGE_WRITE_WORDS)
     room = layout.max_page_writes
     updates = [_page_writes(writes[i : i + UPDATE_PAGE_WRITES], null_slot) for i in range(room, len(writes), UPDATE_PAGE_WRITES)]
     _fill_page_writes(writes[:room], view["page_writes"], null_slot)
@@ -63,7 +64,7 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
         view["logits_row"][: len(sampled)] = sampled
         view["logits_row"][len(sampled) :] = bucket.rows
         view["is_sampled"][: len(sampled)] = 1
-    tokens, ends = view["tokens"], np.cumsum(num_tokens).tolist()
+    tokens, ends = view["tokens"], view["row_tokens"][:num_rows].cumsum().tolist()
     tokens[: ends[-1]] = -1  # the slot's last sampled token, which may exist only on the device
     for ids, end in zip(token_ids, ends, strict=True):
         if ids:
@@ -80,30 +81,28 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
 
 
 def _fill_admissions(admissions: tuple[Admission, ...], out: np.ndarray, null_slot: int, null_penalty_slot: int) -> None:
-    out[:, 0] = null_slot
-    for i, admission in enumerate(admissions):
-        params = admission.params
-        seed = admission.seed & (2**64 - 1)
-        ints = (
-            admission.slot,
-            admission.num_computed_tokens,
-            params.top_k,
-            seed >> 32,
-            seed & (2**32 - 1),
-            admission.num_prompt_tokens + params.min_tokens,
-            admission.rope_length,
-            null_penalty_slot if admission.penalty_slot is None else admission.penalty_slot,
-        )
-        floats = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-        )
-        out[i, : len(ints)] = np.array(ints, np.uint64).astype(np.uint32).view(np.int32)
-        out[i, len(ints) : ADMISSION_WORDS] = np.array(floats, np.float32).view(np.int32)
+    num_ints, count = len(ADMISSION_INTS), len(admissions)
+    out[count:, 0] = null_slot
+    if admissions:
+        ints = [_admission_ints(admission, null_penalty_slot) for admission in admissions]
+        out[:count, :num_ints] = np.array(ints, np.uint64).astype(np.uint32).view(np.int32)
+        floats = [[getattr(admission.params, name) for name in ADMISSION_FLOATS] for admission in admissions]
+        out[:count, num_ints:] = np.array(floats, np.float32).view(np.int32)
+
+
+def _admission_ints(admission: Admission, null_penalty_slot: int) -> tuple[int, ...]:
+    """The values of `ADMISSION_INTS`."""
+    params, seed = admission.params, admission.seed & (2**64 - 1)
+    return (
+        admission.slot,
+        admission.num_computed_tokens,
+        params.top_k,
+        seed >> 32,
+        seed & (2**32 - 1),
+        admission.num_prompt_tokens + params.min_tokens,
+        admission.rope_length,
+        null_penalty_slot if admission.penalty_slot is None else admission.penalty_slot,
+    )
 
 
 def _fill_page_writes(writes: np.ndarray, out: np.ndarray, null_slot: int) -> None:

@@ -157,6 +157,7 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft) -> None:
         page_size, num_groups, step_id, rows = self.limits.page_size, self.limits.num_groups, draft.step_id, draft.single_rows
+        new_row = Row._make  # half the time of `Row(...)`, for each decoding sequence in each step
         # Preemption takes sequences from the end of the list, always behind the loop or at it.
         for i, seq in enumerate(self._running):
             if draft.budget == 0:
@@ -171,7 +172,7 @@ class Scheduler:
                 if not self._make_room(seq, num_groups, draft):
                     continue
                 self._pages.grow(seq, start + 1, draft.page_writes)
-            rows.append(Row(seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs))  # type: ignore[arg-type]
+            rows.append(new_row((seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs, None, (), 0)))
             seq.num_computed_tokens = start + 1
             seq.num_pending_tokens += 1
             seq.last_step_id = step_id
@@ -289,11 +290,12 @@ class Scheduler:
         """Take a step's results, in the order the plans were made. One event for each sequence with a new token or an end."""
         assert plan.step_id > self._committed_step_id, "plans are committed once and in order"
         self._committed_step_id = plan.step_id
-        events = []
+        events: list[TokenEvent] = []
         page_size, eos, shares = self.limits.page_size, self.limits.eos_token_ids, self._shares
         has_shares = bool(shares)  # a commit ends shares and makes none
-        for i, (row, token_id) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
-            seq = self._sequences.get(row.seq_id)
+        find_sequence, emit = self._sequences.get, events.append
+        for i, (row, token_id, logprobs) in enumerate(zip(plan.rows, result.token_ids, result.logprobs, strict=True)):
+            seq = find_sequence(row.seq_id)
             if seq is None:
                 continue  # ended while the step ran
             start = row.start
@@ -316,13 +318,13 @@ class Scheduler:
             if token_id == -1:
                 self._pages.forget(seq)  # what is not finite may have come from a page
                 self._end(seq, FinishReason.ERROR)
-                events.append(end_event(seq, error=NOT_FINITE))
+                emit(end_event(seq, error=NOT_FINITE))
                 continue
             token_ids = seq.token_ids
             token_ids.append(token_id)
             if token_id in eos or seq.params.stop_token_ids or len(token_ids) >= seq.max_length:
                 self._end_if_stopped(seq)
-            events.append(token_event(seq, token_id, result.logprobs[i] if row.num_logprobs is not None else None))
+            emit(token_event(seq, token_id, logprobs))
         self._pages.release_deferred(plan.step_id)
         self._requeue_set_aside()
         return events

@@ -6,18 +6,23 @@ import asyncio
 import logging
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.child_process import Reports, read_orders
 from jaxserve.errors import ERROR_PREFIX, JaxserveError
 from jaxserve.logs import announce
-from jaxserve.serve.server import Endpoints, run_front_end
+
+if TYPE_CHECKING:
+    from jaxserve.serve.server import Endpoints
 
 
 def main() -> int:
     """Runs until told to stop (0); 2 when it cannot start."""
     orders = read_orders()
+    # A second of imports, which must find this process tied to its parent already.
+    from jaxserve.serve.server import run_front_end
+
     # JSON has no tuples.
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in orders["config"].items()}
     config = ServerConfig(**given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import re
 import stat
 from collections.abc import Iterable
 from hashlib import sha256
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 2**20
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::\d*)?")
 
 
 class KeyCheck:
@@ -111,9 +113,8 @@ class HostCheck:
     """Which Host names and web origins a server on loopback without a key answers; any other server answers all."""
 
     def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
-        own = f"[{config.host}]" if ":" in config.host else config.host
         self.is_on = not has_keys and is_loopback(config.host) and "*" not in config.allowed_hosts
-        self._names = {_without_port(name) for name in (*LOOPBACK_NAMES, own, *config.allowed_hosts)}
+        self._names = {_without_port(_in_brackets(name)) for name in (*LOOPBACK_NAMES, config.host, *config.allowed_hosts)} - {None}
         self._origins = set(config.allowed_origins)
 
     def is_host_allowed(self, host: str) -> bool:
@@ -127,8 +128,12 @@ class HostCheck:
         return origin.partition("://")[2].lower() == host.lower()
 
 
-def _without_port(host: str) -> str:
-    name = host.lower()
-    if name.startswith("["):
-        return name.partition("]")[0] + "]"
-    return name.partition(":")[0].removesuffix(".")
+def _in_brackets(name: str) -> str:
+    """As a Host header has it: a bare IPv6 address in brackets."""
+    return f"[{name}]" if name.count(":") > 1 and not name.startswith("[") else name
+
+
+def _without_port(host: str) -> str | None:
+    """The name alone, in lower case; None for what is no Host."""
+    found = _HOST.fullmatch(host.lower())
+    return found and found[1].removesuffix(".")

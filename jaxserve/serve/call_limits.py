@@ -15,6 +15,8 @@ from jaxserve.errors import InvalidRequest
 
 MAX_SEQUENCES_PER_CALL = 1024
 """Prompts times n of one call."""
+MAX_LABEL_CHARS = 256
+"""Of the name that a client gives its call in the body."""
 MAX_MANY_LOGPROBS = 2**21
 """Log-probabilities in one call that asks for more than FEW_LOGPROBS for a token: seconds of work to write down."""
 
@@ -37,6 +39,12 @@ def check_admissible(num_prompts: int, n: int, info: EngineInfo) -> None:
             f"running, {info.max_waiting} waiting): ask for fewer, or start it with a larger --max-waiting.",
             param="prompt" if n == 1 else "n",
         )
+
+
+def check_label(label: str) -> None:
+    """Raises InvalidRequest for a name that is too long: every chunk of an answer repeats it, and every log line."""
+    if len(label) > MAX_LABEL_CHARS:
+        raise InvalidRequest(f"request_id has {len(label)} characters; it may have {MAX_LABEL_CHARS}.", param="request_id")
 
 
 def check_num_logprobs(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], vocab_size: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
-"""`max_restarts` counts within this time."""
+"""`max_restarts` counts within this time; restarts of a child that has not served since count however long they took."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 """A child waits this long for its first restart in the window, twice as long for each one after it, up to the second bound."""
 BAD_SETTINGS_STATUS = 2
@@ -124,12 +124,14 @@ class Keeper:
         self._on_stage = on_stage
         self._restarts: list[float] = []
         self._child: Child | None = None
+        self._has_served = False  # the present child
         self.first_ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         """What the child says of itself when it serves for the first time."""
 
     async def run(self) -> int:
         """Returns the exit status for the whole server when the child cannot be kept running."""
         while True:
+            self._has_served = False
             self._child = await Child.start(self.part, self._on_report)
             status = await self._child.process.wait()
             how = _how_it_ended(status)
@@ -137,7 +139,8 @@ class Keeper:
                 logger.error("%s %s; ending the server", self.part.name, how)
                 return status
             now = time.monotonic()
-            self._restarts = [then for then in self._restarts if now - then < RESTART_WINDOW_S]
+            if self._has_served:
+                self._restarts = [then for then in self._restarts if now - then < RESTART_WINDOW_S]
             number = len(self._restarts) + 1
             if number > self._max_restarts:
                 logger.error(
@@ -169,7 +172,9 @@ class Keeper:
         if "ready" not in report:
             if not self._restarts:
                 self._on_stage(*report["stage"])
-        elif not self.first_ready.done():
+            return
+        self._has_served = True
+        if not self.first_ready.done():
             self.first_ready.set_result(report["ready"])
         else:
             logger.info("%s serves again", self.part.name)

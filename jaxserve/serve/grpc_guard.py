@@ -14,8 +14,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from jaxserve.errors import AuthenticationFailed, JaxserveError, Overloaded, response_for
+from jaxserve.errors import AuthenticationFailed, InvalidRequest, JaxserveError, Overloaded, response_for
 from jaxserve.logs import request_id
 from jaxserve.serve.auth import KeyCheck
 from jaxserve.serve.http_guards import choose_request_id
@@ -91,18 +92,22 @@ def name_call(given: str) -> str:
 def _wrap(handler: _Handler) -> _Handler:
     kind: Any = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
     handle: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    wrapped: _Handler = kind(_answering_errors(handle), handler.request_deserializer, handler.response_serializer)
+    # The handler reads the message itself: what cannot be read is the client's fault, which gRPC would log as an error of ours.
+    assert handler.request_deserializer is not None
+    wrapped: _Handler = kind(_answering_errors(handle, handler.request_deserializer), None, handler.response_serializer)
     return wrapped
 
 
-def _answering_errors(handle: _Handle) -> _Handle:
-    async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _answering_errors(handle: _Handle, read: Callable[[bytes], Any]) -> _Handle:
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> Any:
         failure: Exception
         _take_metadata(context)
         try:
-            return await handle(request, context)
+            return await handle(read(request), context)
         except grpc.aio.AbortError:
             raise
+        except DecodeError:
+            failure = InvalidRequest("the request is not a message of this call's type.")
         except Exception as error:
             failure = error
         return await _abort(context, failure)

@@ -47,6 +47,8 @@ def uvicorn_config(app: Any, config: ServerConfig, *, flush_s: int) -> uvicorn.C
         config: The server's.
         flush_s: Seconds that clients have, when the server stops, to read what was sent.
     """
+    # Its warnings are about what strangers sent, and advise to install what is left out on purpose.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return uvicorn.Config(
         app,
         http=HttpConnection,
@@ -67,7 +69,7 @@ class HttpConnection(H11Protocol):
     """One connection."""
 
     _reader_timer: asyncio.TimerHandle | None = None
-    _writer_timer: asyncio.TimerHandle | None = None
+    _upload_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bounds the buffers; the first request is owed from here on."""
@@ -85,7 +87,10 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what the client sent."""
-        super().data_received(data)
+        # h11 measures headers while they are not complete: what comes at once must not get past its limit.
+        for start in range(0, len(data), MAX_HEADER_BYTES):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + MAX_HEADER_BYTES])
         self._watch_upload()
 
     def on_response_complete(self) -> None:
@@ -131,8 +136,8 @@ class HttpConnection(H11Protocol):
         is_refused = self.cycle is not None and self.cycle.response_complete and states[h11.CLIENT] is h11.SEND_BODY
         if not (is_before_first or has_part_of_headers or is_refused):
             self._stop_upload_timer()
-        elif self._writer_timer is None:
-            self._writer_timer = self.loop.call_later(HEADERS_S, self._cut, f"its client has not sent a whole request in {HEADERS_S:g} s")
+        elif self._upload_timer is None:
+            self._upload_timer = self.loop.call_later(HEADERS_S, self._cut, f"its client has not sent a whole request in {HEADERS_S:g} s")
 
     def _cut(self, reason: str) -> None:
         """Ends the connection at once, with what is still unsent."""
@@ -140,9 +145,9 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     def _stop_upload_timer(self) -> None:
-        if self._writer_timer is not None:
-            self._writer_timer.cancel()
-            self._writer_timer = None
+        if self._upload_timer is not None:
+            self._upload_timer.cancel()
+            self._upload_timer = None
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:

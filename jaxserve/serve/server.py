@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from jaxserve.serve.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1
-"""Clients of calls that have ended have this long to read what was sent."""
+"""Clients of calls that were aborted have this long to read what was sent."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +102,43 @@ class FrontEnd:
         await self._loading
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """Refuses new calls, drains the open ones (see `Service.drain`), then closes the doors and the link."""
+        """Refuses new calls, drains the open ones (see `Service.drain`), then closes the doors and the link.
+
+        Until `shutdown_timeout` is over, or `hurry` is set, open calls may go on and clients read what they were sent.
+        """
+        hurry = hurry or asyncio.Event()
+        end_s = time.monotonic() + self._config.shutdown_timeout
         self._loading.cancel()
         await self.service.drain(self._config.shutdown_timeout, hurry)
-        if self._http is not None:
-            self._http.should_exit = True
-        if self._grpc is not None:
-            await self._grpc.stop(FLUSH_S)
-        if self._http_task is not None:
-            await self._http_task
+        flush_s = max(FLUSH_S, end_s - time.monotonic())
+        await self._close_doors(flush_s, hurry)
         self._health_task.cancel()
         await self.client.close()
         self.service.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    async def _close_doors(self, flush_s: float, hurry: asyncio.Event) -> None:
+        closing: set[asyncio.Task[None]] = set()
+        if self._http is not None and self._http_task is not None:
+            self._http.config.timeout_graceful_shutdown = math.ceil(flush_s)
+            self._http.should_exit = True
+            closing.add(self._http_task)
+        if self._grpc is not None:
+            closing.add(asyncio.create_task(self._grpc.stop(flush_s)))
+        hurrying = asyncio.create_task(self._hurry(hurry))
+        await asyncio.wait(closing)
+        hurrying.cancel()
+
+    async def _hurry(self, hurry: asyncio.Event) -> None:
+        """Cuts short what `_close_doors` waits for, once asked to."""
+        await hurry.wait()
+        await asyncio.sleep(FLUSH_S)
+        if self._http is not None:
+            for connection in list(self._http.server_state.connections):
+                connection.transport.abort()
+        if self._grpc is not None:
+            await self._grpc.stop(0)
 
     async def _start_http(self, sock: socket.socket) -> None:
         self._http = _Uvicorn(uvicorn_config(HttpApi(self.service).app(), self._config, flush_s=FLUSH_S))

@@ -30,7 +30,7 @@ from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
-from jaxserve.serve.call_limits import check_admissible, check_num_logprobs, check_num_sequences, shorter_timeout
+from jaxserve.serve.call_limits import check_admissible, check_label, check_num_logprobs, check_num_sequences, shorter_timeout
 from jaxserve.serve.metrics import Metrics
 from jaxserve.serve.request_log import CallLog, logged
 from jaxserve.serve.tracing import CallTrace, Tracer
@@ -272,6 +272,7 @@ class Service:
         """
         with self.metrics.call() as measured:
             self.check_ready()
+            check_label(label)
             timeout_s = shorter_timeout(timeout_s, self.config.request_timeout)
             requests = [
                 Request(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ STOP_TIMEOUT_S = 15.0
 HURRY_S = 2.0
 """A child that has not ended this long after the second signal is killed."""
 CORES_FOR_TWO_FRONT_ENDS = 4
+QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
+"""gRPC's own lines, of handshakes that failed for example, are not in the form that was asked for."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> int:
@@ -68,9 +71,9 @@ async def supervise(
         address = f"unix:{directory}/engine.sock"
         common = {"engine_address": address, "log_format": server.log_format}
         limits = {"max_waiting": server.max_waiting, "stall_timeout": server.stall_timeout}
-        engine = Part("the engine", engine_command, {**common, "config": engine_config, "server": limits})
+        engine = Part("the engine", engine_command, {**common, "config": engine_config, "server": limits}, QUIET)
         orders = {**common, "config": asdict(held), "share_ports": True}
-        environment = {"PROMETHEUS_MULTIPROC_DIR": str(_make(directory / "metrics"))}
+        environment = {**QUIET, "PROMETHEUS_MULTIPROC_DIR": str(_make(directory / "metrics"))}
         count = num_front_ends(server)
         names = ["the front end"] if count == 1 else [f"front end {i + 1}" for i in range(count)]
         front_ends = [Part(name, front_end_command, orders, environment) for name in names]

@@ -186,7 +186,8 @@ def _choose_template(tokenizer: Tokenizer, wanted: str | None, *, has_tools: boo
         return wanted
     has = f"it has {', '.join(sorted(templates))}" if templates else "it has none"
     raise InvalidRequest(
-        f"this model has no chat template named {name!r} ({has}); use the completions interface or give Jinja source as chat_template.",
+        f"this model has no chat template named {name!r} ({has}); continue a text instead, or load a checkpoint that has one (in Python, "
+        "chat_template may be Jinja source).",
         param="chat_template",
     )
 

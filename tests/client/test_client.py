@@ -158,13 +158,15 @@ def test_arguments_are_where_the_protocol_has_them(call, address, script):
     assert all("authorization" not in metadata for _, _, metadata in script.calls)
 
 
-@pytest.mark.parametrize("bad", [{"no_such": 1}, {"n": -1}, {"max_tokens": "many"}, {"temperature": "hot"}])
+@pytest.mark.parametrize("bad", [{"no_such": 1}, {"n": -1}, {"max_tokens": "many"}, {"temperature": "hot"}, {"timeout_s": float("nan")}])
 def test_arguments_that_no_message_holds_are_invalid(call, address, script, bad):
     for method, prompt in (("generate", "Hello"), ("stream", "Hello"), ("chat", [{"role": "user", "content": "Hi"}])):
         with pytest.raises(InvalidRequest):
             call(address, method, prompt, **bad)
     with pytest.raises(InvalidRequest):
         call(address, "chat", [{"role": "user", "text": "Hi"}])
+    with pytest.raises(InvalidRequest):
+        call(address, "chat", [{"role": "user", "content": "Hi"}], chat_template_kwargs=["no names"])
     assert not script.calls
 
 
@@ -246,6 +248,12 @@ def test_the_time_allowed_is_for_the_whole_call(call, address, script):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+def test_time_beyond_counting_is_no_limit(call, address, timeout_s):
+    for method in ("generate", "stream"):
+        assert call(address, method, "Hello", timeout_s=timeout_s)
+
+
 def test_leaving_a_stream_ends_its_call(address, script):
     script.release.clear()
     with Client(address) as client:
@@ -269,6 +277,14 @@ def test_the_key_goes_with_every_call(call, address, script):
     for method, argument in (("generate", "Hello"), ("stream", "Hello"), ("tokenize", "A"), ("detokenize", [65])):
         call(address, method, argument, client={"api_key": "secret"})
     assert [metadata["authorization"] for _, _, metadata in script.calls] == ["Bearer secret"] * 4
+
+
+@pytest.mark.parametrize("key", ["ключ", "two\nlines"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(call, address, script, key):
+    with pytest.raises(InvalidRequest, match="printable ASCII") as caught:
+        call(address, "generate", "Hello", client={"api_key": key})
+    assert key not in str(caught.value)
+    assert not script.calls
 
 
 def test_certificates(call, script, tmp_path):

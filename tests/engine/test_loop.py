@@ -257,6 +257,19 @@ def test_a_function_runs_between_two_steps(loop, engine):
         loop.call(lambda: 1).result(TIMEOUT_S)
 
 
+def test_a_function_that_nobody_waits_for_any_more_is_not_run(loop, engine):
+    client, outputs = connect(loop)
+    engine.gate.clear()
+    client.add(request("a"))
+    wait_until(lambda: engine.num_steps == 1)
+    ran: list[int] = []
+    assert loop.call(lambda: ran.append(1)).cancel()
+    engine.gate.set()
+    assert tokens_until_done(outputs, 1) == {("a", 0): [5, 6, 7]}
+    assert loop.call(lambda: 1).result(TIMEOUT_S) == 1
+    assert not ran
+
+
 def test_stop_tells_that_the_thread_hangs(engine):
     loop = EngineLoop(engine)
     loop.start()

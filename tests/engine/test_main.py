@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from jaxserve.engine import build
+from jaxserve.engine import build, link_server
 from jaxserve.engine.info import EngineInfo
 
 main_module = importlib.import_module("jaxserve.engine.__main__")
+
+
+def test_nothing_slow_is_imported_before_the_orders_are_read() -> None:
+    # Until then a child would outlive a parent that is killed.
+    for name in ("jaxserve.engine.__main__", "jaxserve.serve.__main__"):
+        code = f"import sys, {name}; print([m for m in ('jax', 'grpc', 'starlette') if m in sys.modules])"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 class Reports:
@@ -52,7 +61,7 @@ def test_limits_come_from_the_orders_or_the_engine(
     engine.close = lambda: served.update(is_closed=True)
     monkeypatch.setattr(main_module, "read_orders", lambda: orders)
     monkeypatch.setattr(main_module, "Reports", lambda fd: reports)
-    monkeypatch.setattr(main_module, "run_engine_process", run_engine_process)
+    monkeypatch.setattr(link_server, "run_engine_process", run_engine_process)
     monkeypatch.setattr(build, "build_engine", build_engine)
     assert main_module.main() == 0
     assert served["info"].max_waiting == expected

@@ -100,10 +100,11 @@ def test_loopback_addresses():
         ("localhost", True), ("LocalHost:8000", True), ("localhost.:8000", True), ("127.0.0.1:8000", True), ("[::1]:8000", True),
         ("127.9.9.9:1", True), ("proxy.example", True), ("evil.example", False), ("localhost.evil.example", False), ("", False),
         ("127.0.0.1.evil.example:8000", False), ("[::2]:8000", False), ("evil.example#localhost", False),
+        ("[::1].evil.example", False), ("[::1", False), ("localhost:evil", False), ("[fe80::7]:8000", True), ("::1", False),
     ],
 )  # fmt: skip
 def test_host_names_on_loopback_without_a_key(host, is_allowed):
-    check = HostCheck(ServerConfig(host="127.9.9.9", allowed_hosts=("Proxy.example:8000",)), has_keys=False)
+    check = HostCheck(ServerConfig(host="127.9.9.9", allowed_hosts=("Proxy.example:8000", "FE80::7")), has_keys=False)
     assert check.is_host_allowed(host) is is_allowed
     assert HostCheck(ServerConfig(), has_keys=True).is_host_allowed(host)
     assert HostCheck(ServerConfig(host="0.0.0.0"), has_keys=False).is_host_allowed(host)

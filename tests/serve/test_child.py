@@ -75,17 +75,24 @@ def test_old_restarts_do_not_count(monkeypatch, caplog):
     monkeypatch.setattr(child, "RESTART_WINDOW_S", 0.0)
 
     async def run() -> None:
-        keeper = Keeper(part("raise SystemExit(3)"), 1, lambda *stage: None)
+        keeper = Keeper(part(SERVES + "import time; time.sleep(0.2); sys.exit(3)"), 1, lambda *stage: None)
         task = asyncio.create_task(keeper.run())
         async with asyncio.timeout(20):
-            while len(caplog.messages) < 3:
+            while sum("restart" in message for message in caplog.messages) < 3:
                 await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait({task})
         await keeper.stop(5)
 
     asyncio.run(run())
-    assert set(caplog.messages[:3]) == {"the child ended with status 3; restart 1 of at most 1 follows in 0.01 s"}
+    assert set(caplog.messages) == {"the child ended with status 3; restart 1 of at most 1 follows in 0.01 s", "the child serves again"}
+
+
+def test_restarts_that_never_serve_count_however_long_they_take(monkeypatch, caplog):
+    monkeypatch.setattr(child, "RESTART_WINDOW_S", 0.0)
+    status, _ = keep("raise SystemExit(3)", 2)
+    assert status == 1
+    assert len(caplog.messages) == 3
 
 
 def test_orders_of_any_length_arrive(tmp_path: Path):

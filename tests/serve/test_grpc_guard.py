@@ -153,6 +153,16 @@ def test_a_message_beyond_max_request_bytes_is_refused(start_server):
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize(
+    "method", ["/jaxserve.v1.Inference/Tokenize", "/jaxserve.v1.Inference/GenerateStream", "/vllm.grpc.engine.VllmEngine/Generate"]
+)
+def test_what_is_no_message_is_the_clients_fault(server, method, caplog):
+    with server.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=30))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
 def test_before_the_engine_is_warm_every_call_is_unavailable(engine_side):
     not_served = {"Embed", "SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile", "Abort"}
 

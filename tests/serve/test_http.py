@@ -309,6 +309,7 @@ BAD_COMPLETIONS = {
     "prompt_logprobs in a stream": ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     "priority without policy": ({"priority": 1}, "priority"),
     "empty salt": ({"cache_salt": ""}, "cache_salt"),
+    "long request_id": ({"request_id": "x" * 257}, "request_id"),
     "truncate 0": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     "suffix": ({"suffix": "x"}, "suffix"),
     "best_of": ({"best_of": 3}, "best_of"),

@@ -145,6 +145,15 @@ def test_what_is_not_http_gets_an_error_body(port, request_bytes):
     assert_alive(port)
 
 
+def test_headers_that_come_at_once_are_measured_too(port, caplog):
+    with connect(port) as sock:
+        sock.sendall(b"POST /length HTTP/1.1\r\nContent-Length: 0\r\nHost: x\r\nA: " + b"x" * 100_000 + b"\r\n\r\n")
+        answer = read_all(sock)
+    assert not answer.startswith(b"HTTP/1.1 200"), answer
+    assert_alive(port)
+    assert not caplog.records, "strangers can fill no log"
+
+
 @pytest.mark.parametrize("start", [b"", b"POST /len", b"POST /length HTTP/1.1\r\nHost: x\r\n"])
 def test_headers_that_do_not_come_end_the_connection(port, monkeypatch, start):
     monkeypatch.setattr(http_connection, "HEADERS_S", 0.2)

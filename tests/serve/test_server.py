@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.serve.ports import bind, held_ports
-from jaxserve.serve.server import FrontEnd, run_front_end
+from jaxserve.serve.server import FLUSH_S, FrontEnd, run_front_end
 
 HURRY = asyncio.Event()
 HURRY.set()
@@ -266,6 +267,46 @@ def test_a_stopping_server_lets_calls_end_and_aborts_the_rest(fresh_server):
     assert answers["stream"][1].endswith("data: [DONE]\n\n")
     assert '"finish_reason":"abort"' in answers["stream"][1]
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("in_hurry", [False, True])
+def test_a_stopping_server_lets_clients_read_what_was_sent_unless_told_to_hurry(engine_side, in_hurry):
+    """The answer is larger than what the sockets hold."""
+
+    async def main() -> None:
+        await engine_side.start()
+        front_end = FrontEnd(ServerConfig(port=0, grpc_port=0), engine_side.address)
+        endpoints = await front_end.start()
+        await asyncio.wait_for(front_end.wait_until_ready(), 10)
+        reader, writer, length = await begin_to_read(endpoints.http, prompt=[[5]] * 6, n=8, max_tokens=200, logprobs=20, seed=1)
+        assert length > 1_000_000 and not front_end.client.num_open
+        hurry = asyncio.Event()
+        stopping = asyncio.create_task(front_end.stop(hurry))
+        done, _ = await asyncio.wait({stopping}, timeout=FLUSH_S + 0.5)
+        assert not done
+        if in_hurry:
+            hurry.set()
+        else:
+            answer = json.loads(await reader.readexactly(length))
+            assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 48
+        await asyncio.wait_for(stopping, 10)
+        writer.close()
+        await engine_side.stop()
+
+    asyncio.run(main())
+
+
+async def begin_to_read(http: str, **fields) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
+    """Sends a completion and reads the headers of the answer alone; with the length of the rest."""
+    body = json.dumps({"ignore_eos": True, **fields}).encode()
+    host, port = http.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    headers = await reader.readuntil(b"\r\n\r\n")
+    return reader, writer, int(re.search(rb"content-length: (\d+)", headers).group(1))
 
 
 def test_a_second_signal_cuts_the_drain_short(engine_side):

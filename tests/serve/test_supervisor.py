@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import grpc
 import openai
 import psutil
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -204,6 +205,23 @@ def test_it_serves_without_jax_and_ends_in_order(model_path, tmp_path):
         assert "Stopping" in server.text()
         assert not any(child.is_running() for child in children), server.text()
         assert not list(tmp_path.glob("jaxserve-*"))
+
+
+def test_every_line_is_json_whatever_strangers_send(model_path, tmp_path):
+    certificate = tmp_path / "both.pem"
+    trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(certificate)
+    with serving(model_path, tmp_path, ssl_certfile=str(certificate), log_format="json") as server:
+        server.wait_for("(Ready)")
+        for address in (server.grpc, server.wait_for(r"HTTP https://(127\.0\.0\.1:\d+)")):
+            host, _, port = address.partition(":")
+            with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as stranger:
+                stranger.sendall(b"no handshake of TLS" * 100)
+                with suppress(ConnectionResetError):
+                    while stranger.recv(1024):
+                        pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert all(json.loads(line)["level"] == "INFO" for line in server.text().splitlines())
 
 
 def test_the_calls_of_a_killed_front_end_free_their_pages_and_others_go_on(model_path, tmp_path):
