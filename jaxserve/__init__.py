@@ -13,18 +13,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.async_llm import AsyncLLM
     from jaxserve.config import EngineConfig
+    from jaxserve.core.pooling_params import PoolingParams
     from jaxserve.core.sampling_params import SamplingParams
     from jaxserve.llm import LLM
-    from jaxserve.outputs import CompletionOutput, RequestOutput
+    from jaxserve.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineConfig",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _MODULES = {
     "AsyncLLM": "jaxserve.async_llm",
     "CompletionOutput": "jaxserve.outputs",
+    "EmbeddingOutput": "jaxserve.outputs",
+    "EmbeddingRequestOutput": "jaxserve.outputs",
     "EngineConfig": "jaxserve.config",
     "LLM": "jaxserve.llm",
+    "PoolingParams": "jaxserve.core.pooling_params",
     "RequestOutput": "jaxserve.outputs",
     "SamplingParams": "jaxserve.core.sampling_params",
 }

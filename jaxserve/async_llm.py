@@ -23,13 +23,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxserve.config import EngineConfig
-from jaxserve.core.request import Request
+from jaxserve.core.pooling_params import PoolingParams
+from jaxserve.core.request import NO_SAMPLING, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.loop import EngineLoop, Output
 from jaxserve.errors import EngineUnavailable
-from jaxserve.outputs import OutputBuilder, RequestOutput
+from jaxserve.outputs import EmbeddingRequestOutput, OutputBuilder, RequestOutput
 from jaxserve.prompts import EncodedPrompt, Messages, Prompt, PromptReader
 from jaxserve.settings import read_engine_config
 from jaxserve.text.tokenizer import Tokenizer
@@ -161,21 +162,67 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Makes a vector of the prompt's hidden states; needs `enable_embeddings`.
+
+        Args:
+            prompt, request_id, priority, cache_salt: As in `generate`. The prompt may fill the whole context.
+            params: None pools as the setting `pooling` says, and normalizes.
+
+        Raises:
+            InvalidRequest: The prompt or its parameters cannot be served.
+            EngineUnavailable: The engine failed or is closed.
+            RequestFailed: The step failed in the engine, or the request was aborted.
+        """
+        encoded = await asyncio.to_thread(self._reader.read, prompt)
+        pooling = self._reader.check_embedding(encoded, params, priority=priority)
+        builder, request = self._request(encoded, NO_SAMPLING, pooling, request_id, priority, cache_salt)
+        async with aclosing(self._outputs(builder, request)) as outputs:
+            async for _ in outputs:
+                pass
+        return builder.embedding_output(pooling)
+
     async def _run(
         self, prompt: EncodedPrompt, params: SamplingParams | None, label: str | None, priority: int, cache_salt: str | None
     ) -> AsyncGenerator[RequestOutput]:
         checked = self._reader.check(prompt, params, priority=priority)
+        builder, request = self._request(prompt, checked, None, label, priority, cache_salt)
+        async with aclosing(self._outputs(builder, request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _request(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        pooling: PoolingParams | None,
+        label: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> tuple[OutputBuilder, Request]:
         engine_id = str(next(self._engine_ids))
-        builder = OutputBuilder(label or engine_id, prompt.text, prompt.token_ids, checked, self._reader.tokenizer)
+        builder = OutputBuilder(label or engine_id, prompt.text, prompt.token_ids, params, self._reader.tokenizer)
         request = Request(
             request_id=engine_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            params=checked,
+            params=params,
+            pooling=pooling,
             arrival_time_s=builder.output.metrics.arrival_time_s,
             priority=priority,
             cache_salt=cache_salt,
             label=label or "",
         )
+        return builder, request
+
+    async def _outputs(self, builder: OutputBuilder, request: Request) -> AsyncGenerator[RequestOutput]:
         stream = _Stream(self._loop, request, builder)
         self._streams.add(stream)
         try:

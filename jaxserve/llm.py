@@ -23,12 +23,13 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
-from jaxserve.core.request import Request
+from jaxserve.core.pooling_params import PoolingParams
+from jaxserve.core.request import NO_SAMPLING, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.errors import EngineUnavailable
-from jaxserve.outputs import OutputBuilder, RequestOutput
+from jaxserve.outputs import EmbeddingRequestOutput, OutputBuilder, RequestOutput
 from jaxserve.prompts import EncodedPrompt, Messages, Prompt, PromptReader, listed
 from jaxserve.settings import read_engine_config
 from jaxserve.text.tokenizer import Tokenizer
@@ -150,6 +151,29 @@ class LLM:
         ]
         return self._run(prompts, params, use_tqdm)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Makes a vector of each prompt's hidden states; needs `enable_embeddings`.
+
+        Args:
+            prompts, use_tqdm: As in `generate`. A prompt may fill the whole context.
+            params: For all prompts; None pools as the setting `pooling` says, and normalizes.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InvalidRequest: A prompt or the parameters cannot be served; then nothing was computed.
+            EngineUnavailable: The LLM is closed.
+            RequestFailed: A step failed in the engine.
+        """
+        each = [prompts] if isinstance(prompts, str | Mapping) else listed(prompts, "prompts")
+        read = [self._reader.read(prompt) for prompt in each]
+        checked = [self._reader.check_embedding(prompt, params) for prompt in read]
+        builders = self._serve(read, checked, use_tqdm)
+        return [builder.embedding_output(asked) for builder, asked in zip(builders, checked, strict=True)]
+
     def close(self) -> None:
         """Frees the device. The LLM cannot be used afterwards; closing twice is fine."""
         with self._lock:
@@ -171,24 +195,38 @@ class LLM:
             self._reader.check(prompt, each)
             for prompt, each in zip(prompts, self._reader.params_for_each(params, len(prompts)), strict=True)
         ]
+        return [builder.output for builder in self._serve(prompts, checked, use_tqdm)]
+
+    def _serve(self, prompts: list[EncodedPrompt], asked: Sequence[SamplingParams | PoolingParams], use_tqdm: bool) -> list[OutputBuilder]:
         with self._lock:
             if self._engine is None:
                 raise EngineUnavailable("this LLM is closed; make a new one.")
-            builders = {
-                request_id: OutputBuilder(request_id, prompt.text, prompt.token_ids, each, self._tokenizer)
-                for request_id, prompt, each in zip(self._request_ids, prompts, checked, strict=False)
-            }
-            return _generate(self._engine, list(zip(builders.values(), checked, strict=True)), use_tqdm)
+            requests = [self._request(prompt, each) for prompt, each in zip(prompts, asked, strict=True)]
+            _run_all(self._engine, requests, use_tqdm)
+            return [builder for builder, _ in requests]
+
+    def _request(self, prompt: EncodedPrompt, asked: SamplingParams | PoolingParams) -> tuple[OutputBuilder, Request]:
+        request_id = next(self._request_ids)
+        params, pooling = (asked, None) if isinstance(asked, SamplingParams) else (NO_SAMPLING, asked)
+        builder = OutputBuilder(request_id, prompt.text, prompt.token_ids, params, self._tokenizer)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt.token_ids),
+            params=params,
+            pooling=pooling,
+            arrival_time_s=builder.output.metrics.arrival_time_s,
+        )
+        return builder, request
 
 
-def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+def _run_all(engine: Engine, requests: list[tuple[OutputBuilder, Request]], use_tqdm: bool) -> None:
     """Runs all requests to their ends. On any error, and on Ctrl-C, nothing of them stays in the engine."""
     running: dict[str, OutputBuilder] = {}
     with _Progress(len(requests), is_shown=use_tqdm) as progress, _interrupts_between_steps() as is_interrupted:
         try:
-            for builder, params in requests:
-                running[builder.output.request_id] = builder
-                engine.add(_engine_request(builder.output, params))
+            for builder, request in requests:
+                running[request.request_id] = builder
+                engine.add(request)
             while running:
                 if is_interrupted():
                     raise KeyboardInterrupt
@@ -199,16 +237,6 @@ def _generate(engine: Engine, requests: list[tuple[OutputBuilder, SamplingParams
             # A step may still be in flight; what it computes belongs to sequences that have ended.
             while engine.has_work:
                 engine.step()
-    return [builder.output for builder, _ in requests]
-
-
-def _engine_request(output: RequestOutput, params: SamplingParams) -> Request:
-    return Request(
-        request_id=output.request_id,
-        prompt_token_ids=tuple(output.prompt_token_ids),
-        params=params,
-        arrival_time_s=output.metrics.arrival_time_s,
-    )
 
 
 def _step(engine: Engine, running: dict[str, OutputBuilder], progress: _Progress) -> None:
@@ -224,7 +252,7 @@ def _step(engine: Engine, running: dict[str, OutputBuilder], progress: _Progress
         if builder.output.finished:
             del running[event.request_id]
         progress.add(
-            num_read=event.num_prompt_tokens if is_prompt_new and delta.token_ids else 0,
+            num_read=event.num_prompt_tokens if is_prompt_new and (delta.token_ids or event.embedding) else 0,
             num_written=len(delta.token_ids),
             num_finished=int(builder.output.finished),
         )

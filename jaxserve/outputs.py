@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns, with vLLM's names, and how token events add up to it.
+"""What `LLM.generate` and `LLM.embed` return, with vLLM's names, and how token events add up to it.
 
 Knows no engine and no prompt formats (`llm`); text comes from `text.sequence_text`, as everywhere.
 """
@@ -12,7 +12,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.errors import RequestFailed
 from jaxserve.text.sequence_text import SequenceText, TextDelta
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -90,6 +92,31 @@ class RequestOutput:
     error: str | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A prompt's vector."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """The answer to one prompt of `embed`.
+
+    Attributes:
+        request_id, prompt, prompt_token_ids, metrics, num_cached_tokens: As in `RequestOutput`.
+        outputs: The vector.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
 class OutputBuilder:
     """Adds up one request's events to its `RequestOutput`, available as `output` at any time.
 
@@ -106,6 +133,7 @@ class OutputBuilder:
     ) -> None:
         self._params = params
         self._tokenizer = tokenizer
+        self._pooled: list[float] | None = None
         self._texts = [SequenceText(tokenizer, params, prompt_token_ids) for _ in range(params.n)]
         has_logprobs = params.logprobs is not None
         self.output = RequestOutput(
@@ -134,12 +162,28 @@ class OutputBuilder:
         if output.metrics.first_token_time_s is None and delta.token_ids:
             output.metrics.first_token_time_s = time.monotonic()
             output.num_cached_tokens = event.num_cached_tokens
+        if event.embedding is not None:
+            self._pooled, output.num_cached_tokens = event.embedding, event.num_cached_tokens
         if delta.finish_reason is not None:
             answer.finish_reason, answer.stop_reason = delta.finish_reason.value, delta.stop_reason
             output.error = output.error or event.error
             output.finished = all(text.is_finished for text in self._texts)
             output.metrics.finished_time_s = time.monotonic() if output.finished else None
         return delta
+
+    def embedding_output(self, params: PoolingParams) -> EmbeddingRequestOutput:
+        """The answer of an embedding that has ended; raises RequestFailed for one that ended without a vector."""
+        output = self.output
+        if self._pooled is None:
+            raise RequestFailed(output.error or f"the embedding ended with {output.outputs[0].finish_reason}")
+        return EmbeddingRequestOutput(
+            request_id=output.request_id,
+            prompt=output.prompt,
+            prompt_token_ids=output.prompt_token_ids,
+            outputs=EmbeddingOutput(embedding=params.finish(self._pooled)),
+            metrics=output.metrics,
+            num_cached_tokens=output.num_cached_tokens,
+        )
 
     def _position(self, entry: Logprobs, k: int | None) -> dict[int, Logprob]:
         """The k most likely tokens, best first, and the token itself; -1 is all (which come in vocabulary order)."""

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.admission import check_request
+from jaxserve.engine.admission import check_embedding, check_request
 from jaxserve.engine.info import EngineInfo
 from jaxserve.errors import InvalidRequest
 from jaxserve.text.chat_template import render_chat
@@ -90,6 +91,14 @@ class PromptReader:
         if not isinstance(chosen, SamplingParams):
             raise InvalidRequest(f"params is {type(params).__name__}; it must be SamplingParams.", param="params")
         return check_request(chosen, prompt.token_ids, self.info, priority=priority)
+
+    def check_embedding(self, prompt: EncodedPrompt, params: PoolingParams | None, *, priority: int = 0) -> PoolingParams:
+        """The parameters of an embedding; raises InvalidRequest for what this model cannot serve."""
+        chosen = PoolingParams(pooling=self.info.default_pooling) if params is None else params
+        if not isinstance(chosen, PoolingParams):
+            raise InvalidRequest(f"params is {type(params).__name__}; it must be PoolingParams.", param="params")
+        check_embedding(chosen, prompt.token_ids, self.info, priority=priority)
+        return chosen
 
     def params_for_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterable[SamplingParams]:
         """One set of parameters for each of `count` prompts; raises InvalidRequest when they do not match."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, AsyncLLM, RequestOutput, SamplingParams
+from jaxserve import LLM, AsyncLLM, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.plan import Plan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest
+from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.testing import CountingRunner, next_token
 from jaxserve.text.tokenizer import Tokenizer
@@ -54,7 +54,8 @@ def make_engine() -> Engine:
     )
     info = EngineInfo(
         model_path="", model="counting", model_type="llama", dtype="float32", max_model_len=CONTEXT, vocab_size=VOCAB, eos_token_ids=(1,),
-        has_prompt_logprobs=True, num_pages=NUM_PAGES, page_size=8, max_num_seqs=4, max_num_batched_tokens=32,
+        has_prompt_logprobs=True, has_embeddings=True, embedding_size=4, num_pages=NUM_PAGES, page_size=8, max_num_seqs=4,
+        max_num_batched_tokens=32,
         default_sampling_params={"temperature": 0.0, "max_tokens": 3},
     )  # fmt: skip
     return Engine(Scheduler(limits), GatedRunner(), info)
@@ -291,3 +292,29 @@ def test_an_event_loop_that_ends_in_the_middle_leaves_the_engine_usable(llm: Asy
 def test_wrong_settings_are_found_before_anything_loads() -> None:
     with pytest.raises(ConfigError, match="AsyncLLM has no setting 'max_modle_len'. Did you mean max_model_len"):
         AsyncLLM("nowhere", max_modle_len=5)
+
+
+def test_an_embedding_beside_generation(llm: AsyncLLM, engine: Engine) -> None:
+    async def run() -> list[Any]:
+        params = PoolingParams(pooling="mean", normalize=False)
+        return await asyncio.gather(llm.embed({"prompt_token_ids": [3, 4]}, params), last(llm, "a prompt", GREEDY), llm.embed("a prompt"))
+
+    pooled, generated, scaled = asyncio.run(run())
+    assert pooled.outputs.embedding == [3.5, 0.5, 5.0, 1.0]
+    assert len(generated.outputs[0].token_ids) == GREEDY.max_tokens
+    assert sum(value * value for value in scaled.outputs.embedding) == pytest.approx(1)
+    assert is_empty(engine)
+
+
+def test_an_aborted_embedding_raises(llm: AsyncLLM, engine: Engine) -> None:
+    async def run() -> None:
+        engine.runner.gate.clear()  # type: ignore[attr-defined]
+        call = asyncio.create_task(llm.embed("a prompt", request_id="mine"))
+        await until(lambda: bool(llm._streams))
+        await llm.abort("mine")
+        engine.runner.gate.set()  # type: ignore[attr-defined]
+        await call
+
+    with pytest.raises(RequestFailed, match="ended with abort"):
+        asyncio.run(run())
+    assert is_empty(engine)

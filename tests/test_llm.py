@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, RequestOutput, SamplingParams
+from jaxserve import LLM, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.config import SchedulerLimits
 from jaxserve.core.events import TokenEvent
 from jaxserve.core.plan import Plan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest
+from jaxserve.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.testing import CountingRunner, next_token
+from jaxserve.testing import CountingRunner, hidden_state, next_token
 from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB = 320
@@ -66,6 +66,8 @@ def engine(runner: Runner) -> Engine:
         vocab_size=VOCAB,
         eos_token_ids=(1,),
         has_prompt_logprobs=True,
+        has_embeddings=True,
+        embedding_size=4,
         num_pages=33,
         page_size=8,
         max_num_seqs=4,
@@ -319,3 +321,28 @@ def test_events_of_others_are_ignored(llm: LLM, engine: Engine, monkeypatch: pyt
     stray = TokenEvent(request_id="stray", index=0, token_ids=[5], num_prompt_tokens=1, num_cached_tokens=0)
     monkeypatch.setattr(engine, "step", lambda: [stray, *step()])
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_embeddings_come_in_the_order_of_the_prompts(llm: LLM, tokenizer: Tokenizer) -> None:
+    prompts: list[Any] = [*(f"prompt {i}" for i in range(6)), {"prompt_token_ids": [5] * CONTEXT}]
+    outputs = llm.embed(prompts, PoolingParams(normalize=False), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        assert (output.prompt, output.prompt_token_ids, output.finished) == (prompt if isinstance(prompt, str) else None, ids, True)
+        assert output.outputs.embedding == list(hidden_state(ids))
+    [scaled] = llm.embed(prompts[-1], use_tqdm=False)
+    assert sum(value * value for value in scaled.outputs.embedding) == pytest.approx(1)
+    assert scaled.num_cached_tokens == CONTEXT - 8
+    [short] = llm.embed({"prompt_token_ids": [3, 4]}, PoolingParams(dimensions=2, pooling="mean"), use_tqdm=False)
+    assert short.outputs.embedding == pytest.approx([3.5 / 12.5**0.5, 0.5 / 12.5**0.5])
+
+
+def test_an_embedding_that_fails_raises(llm: LLM, runner: Runner) -> None:
+    with pytest.raises(InvalidRequest, match="65 tokens; the context is 64"):
+        llm.embed({"prompt_token_ids": [5] * (CONTEXT + 1)})
+    with pytest.raises(InvalidRequest, match="it must be PoolingParams"):
+        llm.embed("a prompt", SamplingParams())  # type: ignore[arg-type]
+    runner.failures[1] = RuntimeError("the device is gone")
+    with pytest.raises(RequestFailed, match="the device is gone"):
+        llm.embed("a prompt", use_tqdm=False)
+    assert len(llm.embed("a prompt", use_tqdm=False)) == 1

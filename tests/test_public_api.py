@@ -11,11 +11,12 @@ import jaxserve
 
 
 def test_names_load_on_first_use() -> None:
-    from jaxserve import LLM, AsyncLLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams
-
-    assert [cls.__name__ for cls in (LLM, AsyncLLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams)] == [
-        name for name in jaxserve.__all__ if not name.startswith("_")
-    ]
+    names = [name for name in jaxserve.__all__ if not name.startswith("_")]
+    assert names == [
+        "LLM", "AsyncLLM", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "EngineConfig", "PoolingParams",
+        "RequestOutput", "SamplingParams",
+    ]  # fmt: skip
+    assert [getattr(jaxserve, name).__name__ for name in names] == names
     assert set(jaxserve.__all__) <= set(dir(jaxserve))
     with pytest.raises(AttributeError, match="Nothing"):
         _ = jaxserve.Nothing

@@ -6,10 +6,14 @@ Next: `scheduler.scheduler`, which ends the sequence when its prompt is computed
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from typing import TYPE_CHECKING
 
 from jaxserve.core.plan import Row
 from jaxserve.core.sequence import Sequence
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def needs_every_position(sequence: Sequence) -> bool:
@@ -27,15 +31,14 @@ def num_pooled_tokens(sequence: Sequence, start: int, num_tokens: int) -> int:
 
 def collect(sequence: Sequence, row: Row, summed: np.ndarray) -> bool:
     """Adds the sum of a row, float32 [hidden size]; False when it is not finite."""
-    if sequence.pooled is None or row.start == 0:
-        sequence.pooled = np.zeros(summed.shape)  # float64: many chunks lose nothing
-    sequence.pooled += summed
-    return bool(np.isfinite(summed).all())
+    part = summed.astype("float64")  # many chunks lose nothing
+    sequence.pooled = part if sequence.pooled is None or row.start == 0 else sequence.pooled + part
+    return math.isfinite(part.sum())
 
 
 def embedding(sequence: Sequence) -> list[float]:
     """The pooled hidden state of a prompt that is computed, in float32's values."""
     assert sequence.pooled is not None
     count = sequence.num_prompt_tokens if needs_every_position(sequence) else 1
-    values: list[float] = (sequence.pooled / count).astype(np.float32).tolist()
+    values: list[float] = (sequence.pooled / count).astype("float32").tolist()
     return values

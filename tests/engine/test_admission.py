@@ -1,11 +1,14 @@
 """What passes the checks can be sent to the engine: no number is too large for EngineLink."""
 
+from dataclasses import replace
+
 import pytest
 
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine import link_codec
-from jaxserve.engine.admission import check_request
+from jaxserve.engine.admission import check_embedding, check_request
 from jaxserve.engine.info import EngineInfo
 from jaxserve.errors import InvalidRequest
 
@@ -38,3 +41,31 @@ def test_a_number_is_refused_or_travels(name, number):
     request = Request(request_id="a", prompt_token_ids=tuple(prompt), params=params, priority=priority)
     received = link_codec.decode_add(link_codec.encode_add(request).add)
     assert (received.params.with_changes(detokenize=True), received.priority) == (params, priority)
+
+
+EMBEDDINGS = replace(INFO, has_embeddings=True, embedding_size=48, scheduling_policy="fcfs")
+
+
+def test_an_embedding_may_fill_the_context() -> None:
+    check_embedding(PoolingParams(dimensions=48), [5] * 256, EMBEDDINGS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message", "param"),
+    [
+        ([], {}, "the prompt is empty", "prompt"),
+        ([5] * 257, {}, "the prompt has 257 tokens; the context is 256: shorten the prompt", "prompt"),
+        ([320], {}, "token id 320", "prompt"),
+        ([5], {"dimensions": 49}, "dimensions is 49; vectors of this model have 48", "dimensions"),
+        ([5], {"priority": 1}, "--scheduling-policy priority", "priority"),
+    ],
+)
+def test_an_embedding_that_cannot_be_served_is_refused(prompt, changes, message, param) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        check_embedding(PoolingParams(dimensions=changes.pop("dimensions", None)), prompt, EMBEDDINGS, **changes)
+    assert refused.value.param == param
+
+
+def test_embeddings_that_are_not_enabled_name_the_flag() -> None:
+    with pytest.raises(InvalidRequest, match="embeddings are not enabled; start with --enable-embeddings"):
+        check_embedding(PoolingParams(), [5], INFO)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
@@ -258,3 +259,13 @@ def test_a_killed_front_end_frees_its_requests_within_a_second(engine, engine_in
             await anext(stream)
 
     asyncio.run(main())
+
+
+def test_an_embedding_travels() -> None:
+    asked = Request(request_id="a", prompt_token_ids=(5, 6), pooling=PoolingParams(pooling="mean", normalize=False, dimensions=2))
+    received = link_codec.decode_add(link_codec.encode_add(asked).add)
+    assert received.pooling == PoolingParams(pooling="mean")  # what becomes of the vector is the front end's
+    assert (received.params.n, received.params.max_tokens) == (1, 1)
+    assert link_codec.decode_add(link_codec.encode_add(request("b")).add).pooling is None
+    event = TokenEvent("a", 0, [], 2, 0, embedding=[0.5, -1.25], finish_reason=FinishReason.STOP, queue_s=0.5, prefill_s=0.25)
+    assert link_codec.decode_event(link_codec.encode_event(event)) == event

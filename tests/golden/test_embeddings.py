@@ -1,4 +1,4 @@
-"""Embeddings of tiny real models in float32, against transformers' hidden states (tests/data/embeddings/make.py says how they were made)."""
+"""Embeddings of tiny models in float32, against transformers' hidden states (tests/data/embeddings/make.py says how they were made)."""
 
 from __future__ import annotations
 
