@@ -86,11 +86,12 @@ class _Slot:
 
 
 class _Pending:
-    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`. `pages` are all that it read or wrote."""
+    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`."""
 
-    def __init__(self, outcome: StepResult | Exception, pages: Set[int], ready_s: float) -> None:
+    def __init__(self, outcome: StepResult | Exception, read_pages: Set[int], written_pages: Set[int], ready_s: float) -> None:
         self._outcome = outcome
-        self.pages = pages
+        self.read_pages = read_pages
+        self.written_pages = written_pages
         self._ready_s = ready_s
 
     def wait(self) -> StepResult:
@@ -172,7 +173,7 @@ class CountingRunner:
         self.num_steps += 1
         self._failure = self._failure or self.failures.get(self.num_steps)
         if self._failure is not None:
-            return _Pending(self._failure, frozenset(), self._device.dispatch())
+            return _Pending(self._failure, frozenset(), frozenset(), self._device.dispatch())
         self._admit(plan)
         sizes = [row.num_tokens for row in plan.rows]
         num_single = sizes.count(1)
@@ -183,7 +184,7 @@ class CountingRunner:
         result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[], pooled=np.zeros((len(plan.rows), len(hidden_state([])))))
         for row in plan.rows:
             self._compute(row, read, writers, result)
-        return _Pending(result, read | writers.keys(), self._device.dispatch())
+        return _Pending(result, read, writers.keys(), self._device.dispatch())
 
     def poison(self, pages: Iterable[int]) -> None:
         """Spoil what the pages hold: nobody may read them any more."""
@@ -388,11 +389,14 @@ class CountingLoop:
         pool = self.scheduler._pages.pool
         self.runner.poison([page for page in range(1, pool.num_pages) if not pool.ref_count(page) and not pool.is_cached(page)])
         for _plan, pending in self.in_flight:
-            taken = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1} & pending.pages
+            new = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1}
+            taken = new & (pending.read_pages | pending.written_pages)
+                pending.read_pages | pending.written_pages
+            )
             assert not taken, f"pages {taken} are handed out while a dispatched step uses them"
         if plan.rows:
             pending = self.runner.run(plan)
-            freed = {page for page in pending.pages if not pool.ref_count(page)}
+            freed = {page for page in pending.read_pages | pending.written_pages if not pool.ref_count(page)}
             assert not freed, f"pages {freed} are used but belong to nobody"
             self.in_flight.append((plan, pending))
         return plan
