@@ -391,8 +391,6 @@ class CountingLoop:
         for _plan, pending in self.in_flight:
             new = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1}
             taken = new & (pending.read_pages | pending.written_pages)
-                pending.read_pages | pending.written_pages
-            )
             assert not taken, f"pages {taken} are handed out while a dispatched step uses them"
         if plan.rows:
             pending = self.runner.run(plan)
