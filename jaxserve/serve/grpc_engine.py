@@ -26,6 +26,7 @@ from jaxserve.serve import grpc_messages
 from jaxserve.serve.call_limits import truncate_prompt
 from jaxserve.serve.grpc_guard import name_call, write
 from jaxserve.serve.http_operations import profile_directory
+from jaxserve.serve.openai_embeddings import embed, embedding_params
 from jaxserve.serve.service import Service
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -170,9 +171,17 @@ class VllmEngine(VllmEngineServicer):
             sha256 = hashlib.sha256(data).hexdigest() if is_last else ""
             await write(context, common_pb2.GetTokenizerChunk(data=data[start : start + TOKENIZER_CHUNK_BYTES], sha256=sha256))
 
-    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        """Not served: the model generates."""
-        await _not_served(self, request, context)
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+        """The vector of a prompt, pooled as the server's settings say, of length 1."""
+        self._last_request_time_s = time.time()
+        self._service.check_ready()
+        if not request.HasField("tokenized"):
+            raise InvalidRequest("the request has no input; set tokenized.", param="tokenized")
+        params = embedding_params(self._service, None)
+        label = name_call(request.request_id)
+        [delta] = await embed(self._service, [request.tokenized.input_ids], params, label=label)
+        vector = params.finish(delta.embedding or [])
+        return pb.EmbedResponse(embedding=vector, prompt_tokens=delta.num_prompt_tokens, embedding_dim=len(vector))
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext) -> NoReturn:
         """Not served: gateways fall back to their own picture of the cache."""

@@ -26,7 +26,8 @@ from jaxserve.serve.http_errors import error_body, http_error, json_answer, rout
 from jaxserve.serve.http_guards import guards
 from jaxserve.serve.http_operations import OperationsApi
 from jaxserve.serve.openai_answers import Chat, Completion, Usage, chat_prompt, raise_if_failed
-from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from jaxserve.serve.openai_embeddings import Embeddings
+from jaxserve.serve.openai_types import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from jaxserve.serve.request_metrics import arrival_s
 from jaxserve.serve.service import Service
 from jaxserve.serve.sse import ServerSentEvents, until_disconnect
@@ -49,6 +50,7 @@ class HttpApi:
         routes = [
             route("/v1/completions", self.completions, "POST"),
             route("/v1/chat/completions", self.chat, "POST"),
+            route("/v1/embeddings", self.embeddings, "POST"),
             route("/v1/models", self.models),
             route("/v1/models/{name:path}", self.model),
             route("/tokenize", self.tokenize, "POST"),
@@ -70,6 +72,15 @@ class HttpApi:
         body = ChatBody.parse(await self._body(request))
         self._service.check_model(body.model)
         return await self._answer(request, body, Chat.prepare(self._service, body))
+
+    async def embeddings(self, request: Request) -> Response:
+        """`POST /v1/embeddings`."""
+        self._service.check_ready()
+        body = EmbeddingBody.parse(await self._body(request))
+        self._service.check_model(body.model)
+        call = await Embeddings.prepare(self._service, body)
+        answer = await until_disconnect(request.receive, call.answer())
+        return Response(status_code=499) if answer is None else Response(answer, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""

@@ -15,7 +15,7 @@ from jaxserve.errors import InvalidRequest, RequestFailed
 from jaxserve.logs import request_id
 from jaxserve.serve.call_limits import check_num_sequences, truncate_prompt
 from jaxserve.serve.openai_logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
-from jaxserve.serve.openai_types import ChatBody, CompletionBody, TokenizeBody
+from jaxserve.serve.openai_types import ChatBody, CompletionBody, EmbeddingBody, TokenizeBody
 from jaxserve.serve.service import Delta, Service
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -68,7 +68,7 @@ class Completion:
     async def prepare(cls, service: Service, body: CompletionBody) -> Completion:
         """Tokenizes and checks; raises InvalidRequest."""
         body.check_together()
-        prompts = await _completion_prompts(service, body)
+        prompts = await read_prompts(service, body.prompt, body)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         # With max_tokens 0 (echo alone) the engine still makes a token, which is dropped.
         fields = body.sampling_fields() | {"max_tokens": max_tokens or 1, "logprobs": body.logprobs}
@@ -83,7 +83,7 @@ class Completion:
 
     def deltas(self) -> AsyncGenerator[Delta]:
         """Runs the call; close it to abort."""
-        return self._service.generate(self._prompts, self._params, **_options(self._body))
+        return self._service.generate(self._prompts, self._params, **call_options(self._body))
 
     def choices(self, delta: Delta) -> list[dict[str, Any]]:
         """What a stream sends for a delta: nothing while there is nothing to say."""
@@ -166,7 +166,7 @@ class Chat:
 
     def deltas(self) -> AsyncGenerator[Delta]:
         """Runs the call; close it to abort."""
-        return self._service.generate([self._prompt], self._params, **_options(self._body))
+        return self._service.generate([self._prompt], self._params, **call_options(self._body))
 
     def choices(self, delta: Delta) -> list[dict[str, Any]]:
         """What a stream sends for a delta: first the role, then content, last the finish reason."""
@@ -198,7 +198,7 @@ class Chat:
         return answer
 
 
-def _options(body: CompletionBody | ChatBody) -> dict[str, Any]:
+def call_options(body: CompletionBody | ChatBody | EmbeddingBody) -> dict[str, Any]:
     """What `Service.generate` gets beside the prompts and the parameters."""
     label = body.request_id or request_id.get()
     return {"label": label, "priority": body.priority or 0, "cache_salt": body.cache_salt, "timeout_s": body.timeout}
@@ -224,8 +224,8 @@ async def chat_prompt(service: Service, body: ChatBody | TokenizeBody) -> list[i
     return (await service.tokenize_prompts([text], add_special_tokens=adds_special, is_truncated=is_truncated))[0]
 
 
-async def _completion_prompts(service: Service, body: CompletionBody) -> list[list[int]]:
-    prompt = body.prompt
+async def read_prompts(service: Service, prompt: Any, body: CompletionBody | EmbeddingBody) -> list[list[int]]:
+    """Token ids of a call's prompts: a text, token ids, or a list of either; raises InvalidRequest."""
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("the prompt is empty; give at least one token.", param="prompt")
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

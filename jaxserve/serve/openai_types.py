@@ -204,6 +204,45 @@ class ChatBody(_GenerationBody):
             raise InvalidRequest("top_logprobs needs logprobs; set it to true.", param="top_logprobs")
 
 
+_SAMPLING_ONLY = (
+    "best_of", "echo", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "min_p",
+    "min_tokens", "n", "presence_penalty", "prompt_logprobs", "repetition_penalty", "seed", "stop", "stop_token_ids", "stream",
+    "stream_options", "suffix", "temperature", "top_k", "top_logprobs", "top_p",
+)  # fmt: skip
+
+
+class EmbeddingBody(_Body):
+    """`POST /v1/embeddings`."""
+
+    not_served = {
+        **dict.fromkeys(_SAMPLING_ONLY, ()),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "messages": (),
+        "mm_processor_kwargs": ({},),
+    }
+    model: str | None = None
+    input: str | _List[str] | _List[int] | _List[_List[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    normalize: bool | None = None
+    pooling: Literal["last", "mean"] | None = None
+    """vLLM has no such field: there, only the server chooses."""
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+
+    def check_together(self) -> None:
+        """Raises InvalidRequest for a salt that is none."""
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt is empty; give a non-empty string or leave it out.", param="cache_salt")
+
+
 class TokenizeBody(_Body):
     """`POST /tokenize`: a prompt, or messages."""
 

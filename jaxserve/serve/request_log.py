@@ -34,7 +34,8 @@ def logged(requests: Sequence[Request], tokenizer: Tokenizer) -> Iterator[CallLo
         shown = list(ids[:MAX_PROMPT_TOKENS])
         logger.info(
             "%s begins: %d prompt tokens, the first of them %s %r, parameters %s",
-            _name(request), len(ids), shown, tokenizer.decode(shown), given_params(request.params),
+            _name(request), len(ids), shown, tokenizer.decode(shown),
+            given_params(request.params) if request.pooling is None else request.pooling,
         )  # fmt: skip
     try:
         yield call

@@ -140,6 +140,8 @@ class CallMetrics:
                 self._on_first_token(event, sequence)
             sequence.last_s = now
             sequence.num_tokens += len(text.token_ids)
+        elif event.embedding is not None:
+            self._on_prompt(event, sequence)
         if text.finish_reason is not None:
             del self._open[event.request_id, event.index]
             self._metrics.ends[text.finish_reason].inc()
@@ -147,8 +149,11 @@ class CallMetrics:
                 self._on_end(sequence)
 
     def _on_first_token(self, event: TokenEvent, sequence: _Sequence) -> None:
+        self._metrics.ttft.observe(sequence.first_s - self._arrived_s)
+        self._on_prompt(event, sequence)
+
+    def _on_prompt(self, event: TokenEvent, sequence: _Sequence) -> None:
         metrics = self._metrics
-        metrics.ttft.observe(sequence.first_s - self._arrived_s)
         metrics.prompt_tokens.inc(event.num_prompt_tokens)
         metrics.prompt_tokens_cached.inc(event.num_cached_tokens)
         sequence.num_cached_tokens = event.num_cached_tokens
@@ -163,13 +168,15 @@ class CallMetrics:
         num_prompt_tokens = len(request.prompt_token_ids)
         decode_s = sequence.last_s - sequence.first_s
         metrics.e2e.observe(time.perf_counter() - self._arrived_s)
-        metrics.decode.observe(decode_s)
         if sequence.prefill_s is not None:
             metrics.inference.observe(sequence.prefill_s + decode_s)
         if sequence.num_tokens > 1:
             metrics.tpot.observe(decode_s / (sequence.num_tokens - 1))
         metrics.prompt_size.observe(num_prompt_tokens)
         metrics.computed_size.observe(num_prompt_tokens - sequence.num_cached_tokens)
+        if request.pooling is not None:
+            return
+        metrics.decode.observe(decode_s)
         metrics.output_size.observe(sequence.num_tokens)
         if request.params.max_tokens is not None:
             metrics.max_tokens.observe(request.params.max_tokens)

@@ -22,10 +22,11 @@ from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.core.events import Logprobs, TokenEvent
-from jaxserve.core.request import Request
+from jaxserve.core.pooling_params import PoolingParams
+from jaxserve.core.request import NO_SAMPLING, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
-from jaxserve.engine.admission import check_request
+from jaxserve.engine.admission import check_embedding, check_request
 from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
@@ -57,6 +58,7 @@ class Delta:
         index: Which of that prompt's n sequences.
         text: See `TextDelta`; likewise token_ids, logprobs, finish_reason, stop_reason.
         prompt_logprobs: With the first delta of a sequence, when asked; None for the first prompt token.
+        embedding: The pooled vector, with the only delta of a prompt that is embedded.
         error: What went wrong, when finish_reason is ERROR.
     """
 
@@ -71,6 +73,7 @@ class Delta:
     num_cached_tokens: int
     prompt_logprobs: list[Logprobs | None] | None
     error: str | None
+    embedding: list[float] | None
 
 
 class Service:
@@ -245,10 +248,37 @@ class Service:
         check_num_logprobs(prompts, checked, self.info.vocab_size)
         return checked
 
+    def check_embeddings(self, prompts: Sequence[Sequence[int]], params: PoolingParams, *, priority: int = 0) -> None:
+        """Raises InvalidRequest for prompts that cannot be embedded."""
+        check_num_sequences(len(prompts))
+        check_admissible(len(prompts), 1, self.info)
+        for prompt in prompts:
+            check_embedding(params, prompt, self.info, priority=priority)
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | PoolingParams, *, priority: int, **rest: Any
+    ) -> list[Request]:
+        if isinstance(params, PoolingParams):
+            self.check_embeddings(prompts, params, priority=priority)
+            checked, pooling = [NO_SAMPLING] * len(prompts), params
+        else:
+            checked, pooling = self.check(prompts, params, priority=priority), None
+        return [
+            Request(
+                request_id=f"{self._id_prefix}-{next(self._next_id)}",
+                prompt_token_ids=tuple(prompt),
+                params=each,
+                pooling=pooling,
+                priority=priority,
+                **rest,
+            )
+            for prompt, each in zip(prompts, checked, strict=True)
+        ]
+
     async def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         label: str = "",
         priority: int = 0,
@@ -259,7 +289,7 @@ class Service:
 
         Args:
             prompts: Token ids.
-            params: For every prompt.
+            params: For every prompt; with PoolingParams it is embedded, and no token generated.
             label: The client's name for the call, for `abort`.
             priority: Lower runs earlier.
             cache_salt: Isolates the prefix cache.
@@ -274,17 +304,7 @@ class Service:
             self.check_ready()
             check_label(label)
             timeout_s = shorter_timeout(timeout_s, self.config.request_timeout)
-            requests = [
-                Request(
-                    request_id=f"{self._id_prefix}-{next(self._next_id)}",
-                    label=label,
-                    prompt_token_ids=tuple(prompt),
-                    params=checked,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                )
-                for prompt, checked in zip(prompts, self.check(prompts, params, priority=priority), strict=True)
-            ]
+            requests = self._requests(prompts, params, label=label, priority=priority, cache_salt=cache_salt)
             measured.begin(requests)
             prompt_indices = {request.request_id: i for i, request in enumerate(requests)}
             texts = {
@@ -318,7 +338,8 @@ class Service:
         if self._tracer is None:
             return nullcontext()
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        return self._tracer.trace(CallTrace(self.served_model_names[0], requests[0].request_id, requests[0].params, num_prompt_tokens))
+        params = requests[0].params if requests[0].pooling is None else None
+        return self._tracer.trace(CallTrace(self.served_model_names[0], requests[0].request_id, params, num_prompt_tokens))
 
     def _logged(self, requests: Sequence[Request]) -> AbstractContextManager[CallLog | None]:
         return logged(requests, self.tokenizer) if self.config.log_requests else nullcontext()
@@ -357,4 +378,5 @@ def _delta(event: TokenEvent, text: TextDelta, prompt_index: int) -> Delta:
         num_cached_tokens=event.num_cached_tokens,
         prompt_logprobs=event.prompt_logprobs,
         error=event.error,
+        embedding=event.embedding,
     )

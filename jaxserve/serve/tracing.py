@@ -77,7 +77,7 @@ class CallTrace:
         started_ns: `time.time_ns()` at its start.
     """
 
-    def __init__(self, model: str, request_id: str, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def __init__(self, model: str, request_id: str, params: SamplingParams | None, num_prompt_tokens: int) -> None:
         self.headers = caller_headers.get()
         self.started_ns = time.time_ns()
         self._first_token_ns: int | None = None
@@ -86,12 +86,10 @@ class CallTrace:
         self._attributes = {
             "gen_ai.response.model": model,
             "gen_ai.request.id": request_id,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.n": params.n,
             "gen_ai.usage.prompt_tokens": num_prompt_tokens,
         }
+        for name in ("temperature", "top_p", "max_tokens", "n") if params is not None else ():  # an embedding samples nothing
+            self._attributes[f"gen_ai.request.{name}"] = getattr(params, name)
 
     def on_tokens(self, count: int, finish_reason: str | None) -> None:
         """New output tokens of any of the call's sequences, and its end if this was it."""

@@ -164,7 +164,7 @@ def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunne
         model_path=str(model_path), model="counting", model_type="llama", architectures=("LlamaForCausalLM",), dtype="float32",
         max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), bos_token_id=0, pad_token_id=2,
         has_prompt_logprobs=True, num_pages=limits.num_pages, page_size=limits.page_size, max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens, **options,
+        max_num_batched_tokens=limits.max_num_batched_tokens, **{"has_embeddings": True, "embedding_size": 4} | options,
     )  # fmt: skip
     return Engine(Scheduler(limits), runner, info), runner
 

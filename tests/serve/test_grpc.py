@@ -303,7 +303,6 @@ def test_health_and_reflection(server, stub):
 
 def test_rpcs_that_are_not_served_say_so_without_a_traceback(stub, caplog):
     calls = [
-        lambda: stub.Embed(pb.EmbedRequest(), timeout=TIMEOUT_S),
         lambda: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)),
     ]
     for call in calls:

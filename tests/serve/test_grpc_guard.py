@@ -164,7 +164,7 @@ def test_what_is_no_message_is_the_clients_fault(server, method, caplog):
 
 
 def test_before_the_engine_is_warm_every_call_is_unavailable(engine_side):
-    not_served = {"Embed", "SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile", "Abort"}
+    not_served = {"SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile", "Abort"}
 
     def ask(address: str) -> None:
         with grpc.insecure_channel(address) as channel:
