@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -209,3 +211,13 @@ def test_narrow_activations_keep_their_dtype() -> None:
     assert out.dtype == jnp.bfloat16
     expected = np.stack([output_of(spec, token, weights) for token in np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)])
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_no_array_holds_every_token_for_every_expert() -> None:
+    num_tokens, experts, d, f = 64, 32, 16, 24
+    weights = [jnp.zeros(shape) for shape in ((experts, d), (experts, 2 * f, d), (experts, d, f))]
+    moe = MoE(MoESpec(num_experts=experts, top_k=2, size=f, activation="silu"), *weights, backend="xla")
+    text = jax.jit(moe).lower(jnp.zeros((num_tokens, d)), jnp.int32(num_tokens)).compile().as_text()
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"(?:f32|bf16)\[([0-9,]+)\]", text)]
+    assert max(sizes) >= experts * 2 * f * d, "the weights are in the program"
+    assert max(size for size in sizes if size not in (experts * 2 * f * d, experts * d * f)) < num_tokens * experts * f / 2
