@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,7 +218,9 @@ def test_no_array_holds_every_token_for_every_expert() -> None:
     num_tokens, experts, d, f = 64, 32, 16, 24
     weights = [jnp.zeros(shape) for shape in ((experts, d), (experts, 2 * f, d), (experts, d, f))]
     moe = MoE(MoESpec(num_experts=experts, top_k=2, size=f, activation="silu"), *weights, backend="xla")
-    text = jax.jit(moe).lower(jnp.zeros((num_tokens, d)), jnp.int32(num_tokens)).compile().as_text()
+    graphdef, state = nnx.split(moe)
+    step = jax.jit(lambda state, x, n: nnx.merge(graphdef, state)(x, n))
+    text = step.lower(state, jnp.zeros((num_tokens, d)), jnp.int32(num_tokens)).compile().as_text()
     sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"(?:f32|bf16)\[([0-9,]+)\]", text)]
     assert max(sizes) >= experts * 2 * f * d, "the weights are in the program"
     assert max(size for size in sizes if size not in (experts * 2 * f * d, experts * d * f)) < num_tokens * experts * f / 2
