@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve import LLM
 from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import FinishReason
@@ -75,3 +76,14 @@ def test_beside_generation_with_little_memory(model, reference, run: Callable, g
     check(events, reference)
     for i, expected in enumerate(golden["greedy"]):
         assert [token for event in events[f"tokens {i}", 0] for token in event.token_ids] == expected
+
+
+def test_through_the_settings(golden_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    reference = json.loads((REFERENCE / "qwen3.json").read_text())
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_pages": 20, "dtype": "float32"}
+    with LLM(golden_dir / "qwen3", enable_embeddings=True, pooling="mean", **settings) as llm:
+        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in reference["prompts"]], use_tqdm=False)
+        assert (llm.info.embedding_size, llm.info.num_programs) == (48, 5)
+    for output, mean in zip(outputs, reference["mean"], strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, mean / np.linalg.norm(mean), atol=TOLERANCE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -18,7 +19,7 @@ from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import FinishReason
 from jaxserve.scheduler.arrival import longest_sequence
-from jaxserve.testing import CountingLoop, logprobs_of, solo_output
+from jaxserve.testing import CountingLoop, Output, hidden_state, logprobs_of, solo_output
 
 VOCAB = 40
 EOS = frozenset({7})
@@ -112,6 +113,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request_id, prompt, priority=priority, salt=rest["salt"], n=n, min_tokens=min_tokens, **params
             )
 
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=30),
+        pooling=st.sampled_from(["last", "mean"]),
+        is_poisoned=st.sampled_from([False] * 9 + [True]),
+    )
+    def embed(self, prompt: list[int], pooling: str, is_poisoned: bool) -> None:
+        prompt = [1, 2, 4, 8] + prompt + [POISON] * is_poisoned
+        if len(prompt) >= longest_sequence(self.loop.limits):
+            return
+        request_id = str(self.num_added)
+        self.num_added += 1
+        self.requests[request_id] = self.loop.embed(request_id, prompt, pooling=pooling)
+
     @rule(count=st.integers(1, 25))
     def steps(self, count: int) -> None:
         while self.loop.in_flight:
@@ -199,6 +213,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if POISON in prompt:
             assert not output.token_ids and output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
             return
+        if request.pooling is not None:
+            self.check_embedding(request, output)
+            return
         longest = longest_sequence(self.loop.limits)
         tokens, finish_reason, stop_reason = solo_output(prompt, params, max_length=longest, eos=EOS, vocab_size=VOCAB, index=index)
         if POISON in tokens[:-1] and len(output.token_ids) == tokens.index(POISON) + 1:
@@ -217,6 +234,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if params.prompt_logprobs is not None and tokens:
             expected = [logprobs_of(prompt[i], prompt[:i], VOCAB, params.prompt_logprobs) for i in range(1, len(prompt))]
             assert output.prompt_logprobs == [None, *expected]
+
+    def check_embedding(self, request: Request, output: Output) -> None:
+        assert request.pooling is not None and not output.token_ids
+        if output.embedding is None:
+            assert output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            assert (request.request_id, 0) in self.ended_early
+            return
+        prompt = request.prompt_token_ids
+        states = [hidden_state(prompt[: i + 1]) for i in range(len(prompt))]
+        expected = states[-1] if request.pooling.pooling == "last" else [sum(values) / len(prompt) for values in zip(*states, strict=True)]
+        assert output.finish_reason is FinishReason.STOP and output.embedding == pytest.approx(expected)
 
 
 def test_random_lives() -> None:
