@@ -61,7 +61,12 @@ def step(
     sample_position = ctx.kv_length.at[logits_row].get(mode="fill", fill_value=0)
     sample_slot = row_slot.at[logits_row].get(mode="fill", fill_value=slots.length.shape[0] - 1)
     last_index = jnp.maximum(ctx.row_start[jnp.minimum(logits_row, bucket.rows - 1) + 1] - 1, 0)
-    logits = model.logits(hidden if bucket.is_decode else hidden[last_index])
+    read = hidden if bucket.is_decode else hidden[last_index]
+    if bucket.has_pooling:  # a step of embeddings alone needs no head
+        no_logits = jnp.zeros((bucket.logits_rows, model.spec.vocab_size), jnp.float32)
+        logits = lax.cond(jnp.any(is_sampled), model.logits, lambda _: no_logits, read)
+    else:
+        logits = model.logits(read)
     sampled, penalties = sample(
         logits, slots, penalties, sample_slot, sample_position, is_sampled,
         num_logprobs=num_logprobs, full_logprobs=has_full_logprobs, wants_logprobs=inputs["wants_logprobs"][0] > 0,
