@@ -21,11 +21,12 @@ from jaxserve.engine.admission import check_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.protocol import inference_pb2 as pb
 from jaxserve.protocol.inference_pb2_grpc import InferenceServicer
+from jaxserve.serve.delta import Delta
 from jaxserve.serve.grpc_guard import name_call, write
 from jaxserve.serve.openai_answers import Usage, chat_prompt, raise_if_failed
 from jaxserve.serve.openai_logprobs import TokenNames, most_likely
 from jaxserve.serve.openai_types import ChatBody
-from jaxserve.serve.service import Delta, Service
+from jaxserve.serve.service import Service
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 FINISH_REASONS = {

@@ -20,8 +20,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import InvalidRequest
+from jaxserve.serve.delta import Delta
 from jaxserve.serve.openai_answers import finish_reason
-from jaxserve.serve.service import Delta
 
 
 def check_served(request: pb.GenerateRequest) -> None:

@@ -14,9 +14,10 @@ from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import InvalidRequest, RequestFailed
 from jaxserve.logs import request_id
 from jaxserve.serve.call_limits import check_num_sequences, truncate_prompt
+from jaxserve.serve.delta import Delta
 from jaxserve.serve.openai_logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from jaxserve.serve.openai_types import ChatBody, CompletionBody, EmbeddingBody, TokenizeBody
-from jaxserve.serve.service import Delta, Service
+from jaxserve.serve.service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is not given, as OpenAI has it."""

@@ -17,9 +17,10 @@ from typing import Any
 from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import DeadlineExceeded, InvalidRequest
+from jaxserve.serve.delta import Delta
 from jaxserve.serve.openai_answers import Usage, call_options, raise_if_failed, read_prompts
 from jaxserve.serve.openai_types import EmbeddingBody
-from jaxserve.serve.service import Delta, Service
+from jaxserve.serve.service import Service
 from jaxserve.serve.sse import to_json
 
 

@@ -16,27 +16,25 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from jaxserve.config import ServerConfig
-from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import NO_SAMPLING, Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.admission import check_embedding, check_request
 from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from jaxserve.serve.call_limits import check_admissible, check_label, check_num_logprobs, check_num_sequences, shorter_timeout
+from jaxserve.serve.delta import Delta, make_delta
 from jaxserve.serve.metrics import Metrics
 from jaxserve.serve.request_log import CallLog, logged
 from jaxserve.serve.tracing import CallTrace, Tracer
 from jaxserve.text.chat_template import read_template, render_chat
-from jaxserve.text.sequence_text import SequenceText, TextDelta
+from jaxserve.text.sequence_text import SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,33 +45,6 @@ MAX_TEXT_CHARS = 4 * 2**20
 """Longest text that is tokenized where the context sets no limit: seconds of work."""
 ABORT_S = 1.0
 """Time for aborted calls to hear of it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Delta:
-    """What is new of one sequence of a call.
-
-    Attributes:
-        prompt_index: Which prompt of the call.
-        index: Which of that prompt's n sequences.
-        text: See `TextDelta`; likewise token_ids, logprobs, finish_reason, stop_reason.
-        prompt_logprobs: With the first delta of a sequence, when asked; None for the first prompt token.
-        embedding: The pooled vector, with the only delta of a prompt that is embedded.
-        error: What went wrong, when finish_reason is ERROR.
-    """
-
-    prompt_index: int
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[Logprobs] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    prompt_logprobs: list[Logprobs | None] | None
-    error: str | None
-    embedding: list[float] | None
 
 
 class Service:
@@ -327,7 +298,7 @@ class Service:
                         log.on_text(event.request_id, event.index, text)
                     if text.is_stop_string_hit and event.finish_reason is None:
                         stream.drop(event.request_id, event.index)
-                    yield _delta(event, text, prompt_indices[event.request_id])
+                    yield make_delta(event, text, prompt_indices[event.request_id])
 
     def abort(self, label: str) -> None:
         """Ends every open call with this label, of whichever front end; their streams end with finish_reason abort."""
@@ -363,20 +334,3 @@ def _ending_after(timeout_s: float | None, stream: EventStream) -> Iterator[None
     finally:
         if timer is not None:
             timer.cancel()
-
-
-def _delta(event: TokenEvent, text: TextDelta, prompt_index: int) -> Delta:
-    return Delta(
-        prompt_index=prompt_index,
-        index=event.index,
-        text=text.text,
-        token_ids=text.token_ids,
-        logprobs=text.logprobs,
-        finish_reason=text.finish_reason,
-        stop_reason=text.stop_reason,
-        num_prompt_tokens=event.num_prompt_tokens,
-        num_cached_tokens=event.num_cached_tokens,
-        prompt_logprobs=event.prompt_logprobs,
-        error=event.error,
-        embedding=event.embedding,
-    )
