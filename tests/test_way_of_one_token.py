@@ -44,9 +44,9 @@ from jaxserve.runner.runner import RunnerShape, page_array_shapes, penalty_state
 from jaxserve.runner.sampling import sample
 from jaxserve.runner.step import step
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.serve.delta import Delta
 from jaxserve.serve.openai_answers import Chat
 from jaxserve.serve.openai_types import ChatBody
-from jaxserve.serve.service import Delta
 from jaxserve.serve.sse import ServerSentEvents
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.sequence_text import SequenceText
