@@ -1,6 +1,9 @@
 """The decoder: embedding, layers, final norm, head. Station 6 of a token's way; called inside the trace of `runner.step`.
 
 Built from loaded arrays by `load.load_model`. Knows nothing of requests, buckets or sampling.
+
+The residual stream is float32 whatever the activations' dtype: rounding it after every layer was most of the error of bfloat16 runs.
+What attention and MLP read, compute and give is in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -41,29 +44,33 @@ class DecoderLayer(nnx.Module):
         attention: Attention | LatentAttention | GatedDeltaNet,
         mlp: MLP | MoE,
         norms: Mapping[str, Norm],
+        dtype: DTypeLike,
     ) -> None:
-        self.block, self.attention, self.mlp = block, attention, mlp
+        self.block, self.attention, self.mlp, self.dtype = block, attention, mlp, jnp.dtype(dtype)
         self.norms = nnx.Dict(norms)
 
     def __call__(
         self, x: Float[Array, "T D"], inputs: LayerInputs | RecurrentInputs, memory: Memory, *, is_decode: bool
     ) -> tuple[jax.Array, Memory]:
-        """Returns the residual stream `[T, D]` after the layer, and its memory with the step's tokens."""
-        read, num_tokens = self._norm("attention_norm", x), inputs.row_start[-1]
+        """Returns the residual stream `[T, D]` after the layer, float32 as it came, and its memory with the step's tokens."""
+        read, num_tokens = self._read("attention_norm", x), inputs.row_start[-1]
         mixer: Any = self.attention  # each kind takes inputs and memory of its own kind
-        attended, memory = mixer(read, inputs, memory, is_decode=is_decode)
-        attended = self._scaled(self._norm("attention_out_norm", attended))
+        out, memory = mixer(read, inputs, memory, is_decode=is_decode)
+        attended = self._added("attention_out_norm", out)
         if not self.block.is_parallel:
             x = x + attended
-            return x + self._scaled(self._norm("mlp_out_norm", self.mlp(self._norm("mlp_norm", x), num_tokens))), memory
-        hidden = self.mlp(read if self.block.has_shared_norm else self._norm("mlp_norm", x), num_tokens)
-        return x + (attended + self._scaled(self._norm("mlp_out_norm", hidden))), memory
+            return x + self._added("mlp_out_norm", self.mlp(self._read("mlp_norm", x), num_tokens)), memory
+        hidden = self.mlp(read if self.block.has_shared_norm else self._read("mlp_norm", x), num_tokens)
+        return x + (attended + self._added("mlp_out_norm", hidden)), memory
 
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        return self.norms[name](x) if name in self.norms else x
+    def _read(self, norm: str, x: jax.Array) -> jax.Array:
+        """What attention or MLP reads of the residual stream, in the activations' dtype."""
+        return self.norms[norm](x, self.dtype) if norm in self.norms else x.astype(self.dtype)
 
-    def _scaled(self, x: jax.Array) -> jax.Array:
-        return x if self.block.residual_multiplier == 1.0 else x * jnp.asarray(self.block.residual_multiplier, x.dtype)
+    def _added(self, norm: str, out: jax.Array) -> jax.Array:
+        """What is added to the residual stream for an output of attention or MLP, float32."""
+        out = self.norms[norm](out, jnp.float32) if norm in self.norms else out.astype(jnp.float32)
+        return out if self.block.residual_multiplier == 1.0 else out * self.block.residual_multiplier
 
 
 class Decoder(nnx.Module):
@@ -74,7 +81,7 @@ class Decoder(nnx.Module):
 
     Attributes:
         spec: What the model is.
-        dtype: Of the activations, the residual stream included.
+        dtype: Of the activations, but for the residual stream.
         backend: Implementation of the head's product, a name of `pallas_kernels.dispatch`.
     """
 
@@ -123,7 +130,7 @@ class Decoder(nnx.Module):
             else:
                 group, j = place
                 hidden, arrays[j] = _run_layer(graphdef, is_decode, weights, hidden, inputs[group, spec.attention.rope], arrays[j])
-        return self.norm(hidden), tuple(arrays), tuple(after)
+        return self.norm(hidden, self.dtype), tuple(arrays), tuple(after)
 
     def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
         """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
@@ -136,11 +143,11 @@ class Decoder(nnx.Module):
 
     def _embedded(self, token_ids: Int32[Array, "T"], position: Int32[Array, "T"]) -> jax.Array:
         spec, positions = self.spec.embedding, self.positions.get_value()
-        hidden = self.embed[...].at[token_ids].get(mode="clip").astype(self.dtype)
+        hidden = self.embed[...].at[token_ids].get(mode="clip").astype(jnp.float32)
         if spec.multiplier != 1.0:
-            hidden = hidden * jnp.asarray(spec.multiplier, self.dtype)
+            hidden = hidden * jnp.asarray(spec.multiplier, self.dtype).astype(jnp.float32)
         if positions is not None:
-            hidden = hidden + positions.at[position + spec.position_offset].get(mode="clip").astype(self.dtype)
+            hidden = hidden + positions.at[position + spec.position_offset].get(mode="clip").astype(jnp.float32)
         return hidden
 
     def _layer_inputs(self, ctx: AttentionInputs) -> dict[tuple[int, RopeSpec | None], LayerInputs]:

@@ -65,7 +65,7 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
         spec,
         dtype,
         embed=loader.tensor("embed_tokens.weight"),
-        layers=[_Layer(loader, spec, i, attention).load() for i in range(spec.num_layers)],
+        layers=[_Layer(loader, spec, i, dtype, attention).load() for i in range(spec.num_layers)],
         norm=loader.norm("norm", spec.norm),
         head=head,
         positions=loader.tensor("embed_positions.weight") if spec.embedding.num_positions is not None else None,
@@ -163,14 +163,14 @@ class _Loader:
 class _Layer:
     """Loads the parts of one layer."""
 
-    def __init__(self, loader: _Loader, spec: ModelSpec, index: int, backend: str | None) -> None:
+    def __init__(self, loader: _Loader, spec: ModelSpec, index: int, dtype: DTypeLike, backend: str | None) -> None:
         self._loader, self._model, self._spec, self._backend = loader, spec, spec.layers[index], backend
-        self._prefix = f"layers.{index}."
+        self._prefix, self._dtype = f"layers.{index}.", dtype
 
     def load(self) -> DecoderLayer:
         names = norm_names(self._model)
         norms = {name: self._loader.norm(self._prefix + name, self._model.norm) for name in names}
-        return DecoderLayer(self._model.block, self._mixer(), self._mlp(), norms)
+        return DecoderLayer(self._model.block, self._mixer(), self._mlp(), norms, self._dtype)
 
     def _mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
         match self._spec.attention:

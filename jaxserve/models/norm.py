@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxserve.models.spec import NormSpec
@@ -24,18 +25,19 @@ class Norm(nnx.Module):
     def __init__(self, spec: NormSpec, weight: Float[Array, "*heads H"] | None, bias: Float[Array, "*heads H"] | None = None) -> None:
         self.spec, self.weight, self.bias = spec, nnx.Param(weight), nnx.Param(bias)
 
-    def __call__(self, x: Float[Array, "*rows H"]) -> jax.Array:
-        """Returns the shape and dtype of `x`; each last axis is normalized by itself."""
+    def __call__(self, x: Float[Array, "*rows H"], dtype: DTypeLike | None = None) -> jax.Array:
+        """Returns the shape of `x` in `dtype`, by default that of `x`; each last axis is normalized by itself."""
         spec, weight, bias = self.spec, self.weight.get_value(), self.bias.get_value()
+        dtype = x.dtype if dtype is None else dtype
         wide = x.astype(jnp.float32)
         if spec.is_centered:
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.eps)
         if weight is None:
-            return wide.astype(x.dtype)
+            return wide.astype(dtype)
         leading = (None,) * (x.ndim - weight.ndim)
         if not (spec.is_wide or spec.is_offset or spec.is_centered):
             # As LlamaRMSNorm: the quotient is rounded before the weight.
-            return wide.astype(x.dtype) * weight[leading].astype(x.dtype)
+            return wide.astype(dtype) * weight[leading].astype(dtype)
         wide = wide * (weight[leading].astype(jnp.float32) + (1.0 if spec.is_offset else 0.0))
-        return (wide if bias is None else wide + bias[leading].astype(jnp.float32)).astype(x.dtype)
+        return (wide if bias is None else wide + bias[leading].astype(jnp.float32)).astype(dtype)
