@@ -125,8 +125,9 @@ class _Loader:
 
     def norm(self, name: str, spec: NormSpec, change: Change | None = None) -> Norm:
         """One normalization; `change` is applied to its weight and bias."""
-        names = [f"{name}.weight", f"{name}.bias"][: 2 if spec.has_bias else 1]
-        arrays = [self.fused(self._specs[n].shape, {n: ()}, {n: change} if change else {}) for n in names]
+        parts = {"weight": spec.has_weight, "bias": spec.has_bias}
+        names = [f"{name}.{part}" if is_there else None for part, is_there in parts.items()]
+        arrays = [None if n is None else self.fused(self._specs[n].shape, {n: ()}, {n: change} if change else {}) for n in names]
         return Norm(spec, *arrays)
 
     def fused(

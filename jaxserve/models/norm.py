@@ -34,6 +34,7 @@ class Norm(nnx.Module):
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.eps)
         if weight is None:
+            assert bias is None
             return wide.astype(dtype)
         leading = (None,) * (x.ndim - weight.ndim)
         if not (spec.is_wide or spec.is_offset or spec.is_centered):

@@ -30,7 +30,7 @@ from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.llama4 import LLAMA4
 from jaxserve.models.families.minicpm3 import MINICPM3
 from jaxserve.models.families.mixtral import MIXTRAL
-from jaxserve.models.families.olmo import OLMO2, OLMO3
+from jaxserve.models.families.olmo import OLMO, OLMO2, OLMO3
 from jaxserve.models.families.olmoe import OLMOE
 from jaxserve.models.families.opt import OPT
 from jaxserve.models.families.phi import PHI
@@ -45,8 +45,8 @@ from jaxserve.models.spec import Family, ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
     COHERE, COHERE2, DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, EXAONE4, FALCON, GEMMA, GEMMA2, GEMMA3, GLM4, GLM4_MOE, GPT2, GPT_BIGCODE,
-    GPT_NEOX, GPT_OSS, GPTJ, GRANITE, GRANITEMOE, LLAMA, LLAMA4, MINICPM3, MIXTRAL, OLMO2, OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2, QWEN2_MOE,
-    QWEN3, QWEN3_MOE, QWEN3_NEXT, SMOLLM3, STABLELM, STARCODER2,
+    GPT_NEOX, GPT_OSS, GPTJ, GRANITE, GRANITEMOE, LLAMA, LLAMA4, MINICPM3, MIXTRAL, OLMO, OLMO2, OLMO3, OLMOE, OPT, PHI, PHI3, QWEN2,
+    QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, SMOLLM3, STABLELM, STARCODER2,
 )  # fmt: skip
 
 _INHERITED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")

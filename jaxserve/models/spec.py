@@ -63,6 +63,7 @@ class NormSpec:
         has_bias: Add a bias after the weight.
         is_offset: The weight is stored minus one (Gemma).
         is_wide: Multiply by the weight in float32, before rounding to the activations' dtype; it matters in bfloat16 only.
+        has_weight: Multiply by a weight at all (OLMo 1 does not).
     """
 
     eps: float
@@ -70,6 +71,7 @@ class NormSpec:
     has_bias: bool = False
     is_offset: bool = False
     is_wide: bool = False
+    has_weight: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,7 +102,8 @@ def norm_names(spec: ModelSpec) -> tuple[str, ...]:
 
 def norm_shapes(name: str, norm: NormSpec, *shape: int) -> Shapes:
     """The tensors of one norm."""
-    yield f"{name}.weight", shape
+    if norm.has_weight:
+        yield f"{name}.weight", shape
     if norm.has_bias:
         yield f"{name}.bias", shape
 
