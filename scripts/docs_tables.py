@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of docs/flags.md, metrics.md and errors.md from the code that they describe.
+"""Writes the tables of docs/flags.md, metrics.md, errors.md and models.md from the code that they describe, and from its tests.
 
     python scripts/docs_tables.py            # rewrites what has changed
     python scripts/docs_tables.py --check    # only says what is stale; status 1
@@ -11,9 +11,12 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; every
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,14 @@ from jaxserve.cli import COMMANDS
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.stats import EngineStats
+from jaxserve.models.registry import FAMILIES, resolve_spec
+from jaxserve.models.spec import ModelSpec, MoESpec
 from jaxserve.serve.engine_metrics import engine_families
 from jaxserve.serve.request_metrics import RequestMetrics
 from jaxserve.settings import GROUPS, OTHER_VARIABLES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 EXAMPLE_INFO = EngineInfo(
     model_path="", model="M", model_type="", dtype="", max_model_len=8192, vocab_size=1, eos_token_ids=(), num_pages=2, page_size=16,
@@ -91,12 +97,59 @@ def errors_table() -> str:
     return table(("when", "HTTP", "`error.type`", "gRPC", "exception"), rows)
 
 
+def models_table() -> str:
+    """Every file of families, with the golden checkpoints that the tests of the model and of the engine hold it to."""
+    specs = {path.parent.name: resolve_spec(json.loads(path.read_text())) for path in sorted((TESTS / "data/golden").glob("*/config.json"))}
+    in_engine = {
+        node.value
+        for name in ("test_golden.py", "test_recurrent.py")
+        for node in ast.walk(ast.parse((TESTS / "golden" / name).read_text()))
+        if isinstance(node, ast.Constant)
+    }
+    exact, rounded = constants(TESTS / "models/test_families.py"), constants(TESTS / "models/test_bfloat16.py")
+    rows = []
+    for module in sorted({family.resolve.__module__ for family in FAMILIES}):
+        families = {family.name: family for family in FAMILIES if family.resolve.__module__ == module}
+        architectures = [name for family in families.values() for name in family.architectures]
+        folders = [folder for folder, spec in specs.items() if spec.family in families]
+        untested = sorted(families.keys() - {specs[folder].family for folder in folders}) + [f for f in folders if f not in in_engine]
+        if untested:
+            raise ValueError(f"{module}: no test covers {', '.join(untested)}, so docs/models.md cannot name it")
+        tolerances = sorted({exact["LOOSE"].get(folder, exact["TOLERANCE"])["atol"] for folder in folders})
+        limits = sorted({rounded["MOE_LIMIT" if _is_mixture(specs[folder]) else "DENSE_LIMIT"] for folder in folders})
+        rows.append(
+            (
+                str(sys.modules[module].__doc__).partition("\n")[0],
+                _code(architectures),
+                _code(folders),
+                ", ".join(map(str, tolerances)),
+                ", ".join(f"{limit:.0%}" for limit in limits),
+            )
+        )
+    return table(("models", "`architectures`", "golden checkpoints", "float32", "bfloat16"), rows)
+
+
+def refusals_table() -> str:
+    """Every value of a config that a family refuses."""
+    rows = []
+    for module in sorted({family.resolve.__module__ for family in FAMILIES}):
+        tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "refuse"]:
+            options = {option.arg: option.value for option in call.keywords}
+            field, unless, reason = (ast.unparse(node) for node in (call.args[0], options["unless"], options["reason"]))
+            values = f"other than `{_json(unless)}`"
+            rows.append((_code([ast.literal_eval(field)]), values, module.rpartition(".")[2], ast.literal_eval(reason) + "."))
+    return table(("field of `config.json`", "refused", "file of the family", "reason"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands_table,
     "flags": flags_table,
     "variables": variables_table,
     "metrics": metrics_table,
     "errors": errors_table,
+    "models": models_table,
+    "refusals": refusals_table,
 }
 
 
@@ -115,6 +168,28 @@ def stale_pages() -> dict[Path, str]:
     """Pages that differ from what they should be, with what they should be."""
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     return {path: filled for path, text in pages.items() if (filled := fill(text)) != text}
+
+
+def constants(path: Path) -> dict[str, Any]:
+    """What a file's plain assignments give, where they are literals."""
+    result: dict[str, Any] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            with suppress(ValueError):
+                result[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return result
+
+
+def _is_mixture(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+
+
+def _json(expression: str) -> str:
+    return {"True": "true", "False": "false"}.get(expression, expression.removeprefix("config."))
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _flag(spec: Field[Any]) -> str:
