@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +20,9 @@ from safetensors.numpy import load_file
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import SchedulerLimits
 from jaxserve.convert import convert
-from jaxserve.core.buckets import Buckets
+from jaxserve.core.buckets import Bucket, Buckets
 from jaxserve.core.events import Logprobs, TokenEvent
+from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
@@ -31,20 +36,43 @@ from jaxserve.scheduler.scheduler import Scheduler
 MAX_SEQS, MAX_TOKENS, MAX_LEN, ARRAY_PAGES = 4, 64, 84, 128
 
 
-class TinyModel:
-    """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs."""
+class FewBuckets(Buckets):
+    """Every mixed step by the program for prompt log-probabilities, which does all that the other does: a third less to compile."""
 
-    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool) -> None:
+    def choose(self, plan: Plan) -> Bucket:
+        bucket = super().choose(plan)
+        return bucket if bucket.is_decode else bucket._replace(has_prompt_logprobs=True)
+
+    def all(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in super().all() if bucket.is_decode or bucket.has_prompt_logprobs)
+
+
+class QuickRunner(ModelRunner):
+    """Compiles without XLA's costly optimizations: what is tested is what our code computes."""
+
+    def lower(self, bucket: Bucket) -> Callable[[], Any]:
+        lower = super().lower(bucket)
+        return lambda: SimpleNamespace(compile=partial(lower().compile, {"xla_backend_optimization_level": 0}))
+
+
+class TinyModel:
+    """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs.
+
+    A quick one has few programs, compiled quickly.
+    """
+
+    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool) -> None:
         convert(next(source.glob("*.gguf"), source), converted)
         checkpoint = open_checkpoint(converted)
         self.spec = resolve_spec(checkpoint.config)
         self.expected = json.loads((source / "expected.json").read_text())
         self.arrays = load_file(source / "expected.safetensors")
         model = load_model(self.spec, checkpoint.read, jnp.float32, device=jax.devices()[0], attention=None)
-        buckets = Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True, has_pooling=has_pooling)
+        ladder = FewBuckets if is_quick else Buckets
+        buckets = ladder(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True, has_pooling=has_pooling)
         shape = RunnerShape(buckets=buckets, num_pages=ARRAY_PAGES, page_size=page_size, max_model_len=MAX_LEN,
                             max_penalty_slots=MAX_SEQS, has_full_logprobs=True)  # fmt: skip
-        self.runner = ModelRunner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
+        self.runner = (QuickRunner if is_quick else ModelRunner)(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
         self.runner.compile()
 
     def engine(self, *, async_scheduling: bool = False, **changes: object) -> Engine:
@@ -66,8 +94,8 @@ class TinyModel:
 
 
 @functools.cache
-def _tiny_model(source: Path, converted: Path, page_size: int, has_pooling: bool) -> TinyModel:
-    return TinyModel(source, converted, page_size, has_pooling=has_pooling)
+def _tiny_model(source: Path, converted: Path, page_size: int, has_pooling: bool, is_quick: bool) -> TinyModel:
+    return TinyModel(source, converted, page_size, has_pooling=has_pooling, is_quick=is_quick)
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +103,9 @@ def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """`tiny_model(folder, page_size)`: built once for the session."""
     root = tmp_path_factory.mktemp("converted")
 
-    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False) -> TinyModel:
-        return _tiny_model(golden_dir / folder, root / f"{folder}-{page_size}{'-pooling' * has_pooling}", page_size, has_pooling)
+    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False, is_quick: bool = False) -> TinyModel:
+        name = f"{folder}-{page_size}{'-pooling' * has_pooling}{'-quick' * is_quick}"
+        return _tiny_model(golden_dir / folder, root / name, page_size, has_pooling, is_quick)
 
     return make
 

@@ -22,15 +22,16 @@ LLAMAS = [
 WINDOWED = ["cohere2", "exaone4", "gemma2", "gemma3-text", "gpt-oss", "llama4-text", "mistral-swa", "olmo3"]
 OTHERS = [
     "cohere", "deepseek-v2-lite", "deepseek-v3", "ernie4_5", "falcon", "falcon-mqa", "gemma", "glm4", "glm4-moe", "gpt-bigcode",
-    "gpt-neox", "gpt2", "gpt2-base-keys", "gptj", "granite", "granitemoe", "minicpm3", "mixtral", "olmo2", "olmoe", "opt", "phi", "phi3",
-    "phi3-longrope", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", "stablelm", "starcoder2",
+    "gpt-neox", "gpt2", "gpt2-base-keys", "gptj", "granite", "granitemoe", "minicpm3", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi",
+    "phi3", "phi3-longrope", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
 # Pages are not the models' business, so one size is enough for most; more would take minutes.
 PAGED = [
-    *((folder, page_size) for folder in LLAMAS for page_size in (8, 16)),
-    *((folder, 8) for folder in WINDOWED),
-    *((folder, 16) for folder in ("gemma2", "llama4-text", "mistral-swa")),
+    *((folder, 8) for folder in LLAMAS + WINDOWED),
+    *((folder, 16) for folder in ("gemma2", "llama4-text", "llama-dynamic-rope", "llama3-rope", "mistral-swa")),
 ]
+OPTIMIZED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
+"""Compiled as they are served; the others quickly."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 NUM_GREEDY = 24
 
@@ -91,7 +92,7 @@ def check_logits(model, results, prefix, dense_logprobs, has_prompt):
 
 @pytest.mark.parametrize(("folder", "page_size"), [*PAGED, *((folder, 8) for folder in OTHERS)])
 def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logprobs):
-    model = tiny_model(folder, page_size)
+    model = tiny_model(folder, page_size, is_quick=folder not in OPTIMIZED)
     for budget in (7, 64):
         engine = model.engine(max_num_batched_tokens=budget)
         cold = run(engine, requests(model, greedy_request, "cold", logprobs=-1, prompt_logprobs=-1))
@@ -110,7 +111,7 @@ def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logpro
 
 @pytest.mark.parametrize(("folder", "page_size"), PAGED)
 def test_golden_under_preemption(folder, page_size, tiny_model, run, greedy_request):
-    model = tiny_model(folder, page_size)
+    model = tiny_model(folder, page_size, is_quick=folder not in OPTIMIZED)
     longest = len(model.expected["prompts"][2]) + NUM_GREEDY
     for budget in (7, 64):
         num_pages = pages_for(model, longest, budget, page_size)
