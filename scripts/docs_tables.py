@@ -100,22 +100,20 @@ def errors_table() -> str:
 def models_table() -> str:
     """Every file of families, with the golden checkpoints that the tests of the model and of the engine hold it to."""
     specs = {path.parent.name: resolve_spec(json.loads(path.read_text())) for path in sorted((TESTS / "data/golden").glob("*/config.json"))}
-    in_engine = {
-        node.value
-        for name in ("test_golden.py", "test_recurrent.py")
-        for node in ast.walk(ast.parse((TESTS / "golden" / name).read_text()))
-        if isinstance(node, ast.Constant)
-    }
-    exact, rounded = constants(TESTS / "models/test_families.py"), constants(TESTS / "models/test_bfloat16.py")
+    tolerance: dict[Any, float] = {}  # of every folder that a test of the engine names
+    for path in (TESTS / "golden/test_golden.py", TESTS / "golden/test_recurrent.py"):
+        named = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        tolerance |= dict.fromkeys(named, constants(path)["TOLERANCE"]["atol"])
+    rounded = constants(TESTS / "models/test_bfloat16.py")
     rows = []
     for module in sorted({family.resolve.__module__ for family in FAMILIES}):
         families = {family.name: family for family in FAMILIES if family.resolve.__module__ == module}
         architectures = [name for family in families.values() for name in family.architectures]
         folders = [folder for folder, spec in specs.items() if spec.family in families]
-        untested = sorted(families.keys() - {specs[folder].family for folder in folders}) + [f for f in folders if f not in in_engine]
+        untested = sorted(families.keys() - {specs[folder].family for folder in folders}) + [f for f in folders if f not in tolerance]
         if untested:
             raise ValueError(f"{module}: no test covers {', '.join(untested)}, so docs/models.md cannot name it")
-        tolerances = sorted({exact["LOOSE"].get(folder, exact["TOLERANCE"])["atol"] for folder in folders})
+        tolerances = sorted({tolerance[folder] for folder in folders})
         limits = sorted({rounded["MOE_LIMIT" if _is_mixture(specs[folder]) else "DENSE_LIMIT"] for folder in folders})
         rows.append(
             (

@@ -26,7 +26,6 @@ from jaxserve.models.tensors import ignored_patterns, logical_tensors
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-"""Its recurrence adds up in another order."""
 
 NEXT_TOKEN_FAMILIES = ("deepseek_v3", "glm4_moe")
 """Their checkpoints hold layers beyond the last that predict several tokens ahead; they are left out."""
