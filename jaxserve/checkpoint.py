@@ -11,6 +11,7 @@ the arrays are read by tensorstore, which Orbax itself reads them with.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -242,4 +243,5 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         text = manifest_path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{manifest_path} cannot be read: {error}") from error
-    return Checkpoint(path, Manifest.from_json(text, manifest_path))
+    # tensorstore takes no path with `..` in it.
+    return Checkpoint(Path(os.path.abspath(path)), Manifest.from_json(text, manifest_path))

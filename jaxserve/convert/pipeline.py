@@ -103,7 +103,7 @@ def convert(
     Raises:
         CheckpointError: Whatever is wrong with source, destination or disk, with what to do.
     """
-    dst, progress = Path(dst), progress or Silent()
+    dst, progress = Path(os.path.abspath(dst)), progress or Silent()  # tensorstore takes no path with `..` in it
     _check_destination(dst, overwrite)
     job = _prepare(_locate(str(src), revision), dtype)
     for line in job.source.notes:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.checkpoint import FORMAT_VERSION, open_checkpoint
 from jaxserve.checkpoint_report import describe
+from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 
 
@@ -118,6 +119,7 @@ def test_reading_loads_no_jax(copy):
 import sys
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint_report import describe
+from jaxserve.convert import convert
 open_checkpoint({str(copy)!r}).read("norm.weight"), describe({str(copy)!r})
 assert "jax" not in sys.modules and "orbax" not in sys.modules
 """
@@ -138,3 +140,10 @@ def test_tensors_are_writable_arrays(converted):
     # The loader may fuse in place.
     value = open_checkpoint(converted("llama-bias")).read("norm.weight")
     assert isinstance(value, np.ndarray) and value.flags.writeable and value.flags.c_contiguous
+
+
+def test_paths_that_go_up_first(golden_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(golden_dir / "llama3-rope", "../there")
+    assert open_checkpoint("../there").read("norm.weight").ndim == 1
