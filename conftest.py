@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,19 @@ def pytest_configure(config: pytest.Config) -> None:
             kept.chmod(0o700)
             (cache / name).symlink_to(kept, target_is_directory=True)
     os.environ["JAXSERVE_CACHE"] = str(cache)
+    # A shell ignores Ctrl-C for what it runs in the background, and programs under test would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_compile_cache() -> Iterator[None]:
+    """What an engine of one module sets for this process, JAX's compile cache, is not left to the next."""
+    yield
+    if "jax" in sys.modules:
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        if jax.config.jax_compilation_cache_dir is not None:
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
