@@ -245,11 +245,11 @@ def test_a_client_that_stops_reading_is_cut_and_slows_nobody(app, port, monkeypa
 
 
 def test_a_client_that_reads_slowly_but_reads_is_served(app, port, monkeypatch):
-    monkeypatch.setattr(http_connection, "SLOW_READER_S", 0.4)
+    monkeypatch.setattr(http_connection, "SLOW_READER_S", 2.0)
     app.stream_ended.clear()
     with connect(port) as sock:
         sock.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
-        for _ in range(15):
+        for _ in range(25):
             time.sleep(0.1)
             assert sock.recv(2**20)
         assert not app.stream_ended.is_set()
