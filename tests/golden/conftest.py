@@ -93,14 +93,14 @@ class TinyModel:
         return Engine(Scheduler(limits), self.runner, info, async_scheduling=async_scheduling)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # compiled programs take memory maps, of which Linux gives a process 65,530
 def _tiny_model(source: Path, converted: Path, page_size: int, has_pooling: bool, is_quick: bool) -> TinyModel:
     return TinyModel(source, converted, page_size, has_pooling=has_pooling, is_quick=is_quick)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`tiny_model(folder, page_size)`: built once for the session."""
+    """`tiny_model(folder, page_size)`: the last few are kept."""
     root = tmp_path_factory.mktemp("converted")
 
     def make(folder: str, page_size: int = 16, *, has_pooling: bool = False, is_quick: bool = False) -> TinyModel:
