@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,62 @@ def compile_for(card: str, function: Callable[..., Any], *args: Any, **jit_optio
 
     Raises:
         KeyError: no such card.
+        ValueError: a Triton kernel takes more shared memory than a block of this card has.
         Exception: whatever the compiler or the assembler refuses.
     """
-    return lower_for(mesh(card), function, *args, **jit_options).compile()
+    lowered = lower_for(mesh(card), function, *args, **jit_options)
+    limit = CARDS[card].shared_memory_bytes
+    if too_large := {name: size for name, size in shared_memory_bytes(lowered).items() if size > limit}:
+        raise ValueError(f"more shared memory than the {limit} bytes of a block on {CARDS[card].name}: {too_large}")
+    return lowered.compile()
+
+
+def shared_memory_bytes(lowered: jax.stages.Lowered) -> dict[str, int]:
+    """Of each Triton kernel that a lowered program calls, by name (the largest, where several share one): bytes for each block.
+
+    No compiler looks at this before the launch. Mosaic does check its own kernels, as it lowers them.
+    """
+    found: dict[str, int] = {}
+
+    def visit(operation: Any) -> Any:
+        attributes = operation.operation.attributes
+        if operation.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(attributes["call_target_name"]):
+            packed = ir.StringAttr(attributes["mhlo.backend_config"]["opaque"]).value_bytes
+            # A TritonAnyKernelCall: its kernel_call's kernel, which has the name as field 1 and the shared memory as field 3.
+            kernel = _proto_fields(_proto_fields(_proto_fields(zlib.decompress(packed))[1])[1])
+            name = bytes(kernel[1]).decode()
+            found[name] = max(found.get(name, 0), int(kernel.get(3, 0)))
+        return ir.WalkResult.ADVANCE
+
+    module: Any = lowered.compiler_ir()
+    module.operation.walk(visit)
+    return found
+
+
+def _proto_fields(message: bytes) -> dict[int, Any]:
+    """The fields of a protocol buffer by number: integers and bytes; of repeated ones the last."""
+    fields: dict[int, Any] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            fields[number] = varint()
+        elif kind == 2:
+            size = varint()
+            fields[number] = message[at : at + size]
+            at += size
+        else:
+            at += {1: 8, 5: 4}[kind]
+    return fields
