@@ -184,15 +184,25 @@ def shared_memory_bytes(lowered: jax.stages.Lowered) -> dict[str, int]:
     No compiler looks at this before the launch. Mosaic does check its own kernels, as it lowers them.
     """
     found: dict[str, int] = {}
+    for target, payload in kernel_payloads(lowered):
+        if "triton" in target:
+            # A TritonAnyKernelCall: its kernel_call's kernel, which has the name as field 1 and the shared memory as field 3.
+            kernel = _proto_fields(_proto_fields(_proto_fields(zlib.decompress(payload))[1])[1])
+            name = bytes(kernel[1]).decode()
+            found[name] = max(found.get(name, 0), int(kernel.get(3, 0)))
+    return found
+
+
+def kernel_payloads(lowered: jax.stages.Lowered) -> set[tuple[str, bytes]]:
+    """The different kernels of ours in a lowered program: the custom call's target, and the kernel as it travels (Mosaic's: a hash)."""
+    found = set()
 
     def visit(operation: Any) -> Any:
         attributes = operation.operation.attributes
-        if operation.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(attributes["call_target_name"]):
-            packed = ir.StringAttr(attributes["mhlo.backend_config"]["opaque"]).value_bytes
-            # A TritonAnyKernelCall: its kernel_call's kernel, which has the name as field 1 and the shared memory as field 3.
-            kernel = _proto_fields(_proto_fields(_proto_fields(zlib.decompress(packed))[1])[1])
-            name = bytes(kernel[1]).decode()
-            found[name] = max(found.get(name, 0), int(kernel.get(3, 0)))
+        if operation.operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(attributes["call_target_name"]).value
+            if field := {"triton_kernel_call_ffi": "opaque", "mosaic_gpu_v2": "kernel_hash"}.get(target):
+                found.add((target, ir.StringAttr(attributes["mhlo.backend_config"][field]).value_bytes))
         return ir.WalkResult.ADVANCE
 
     module: Any = lowered.compiler_ir()

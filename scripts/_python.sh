@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: finds a Python, makes .venv and keeps it equal to requirements/*.txt.
+# Sourced by the scripts beside it: finds a Python, makes $VENV (.venv, if the script sets no other) and keeps it equal to requirements/*.txt.
 
 MIN_MINOR=12
 VENV=.venv
@@ -41,7 +41,7 @@ has_nvidia_driver() {
     { [ -e /proc/driver/nvidia/version ] || [ -e /dev/dxg ]; } && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1'
 }
 
-# Installs into .venv with uv, or else with the environment's pip.
+# Installs into $VENV with uv, or else with the environment's pip.
 install() {
     if has_uv; then
         uv pip install --quiet --python "$VENV/bin/python" "$@"
@@ -52,7 +52,7 @@ install() {
     fi
 }
 
-# ensure_environment PART...: .venv holds jaxserve and the requirements of core and of every PART (cuda12, dev).
+# ensure_environment PART...: $VENV holds jaxserve and the requirements of core and of every PART (cuda12, gates, dev).
 # A stamp for each part (hash of its lock, pyproject.toml and the Python) makes the second time quick.
 ensure_environment() {
     local part python stamp missing=()
@@ -75,7 +75,7 @@ ensure_environment() {
     done
     [ ${#missing[@]} -eq 0 ] && return
     for part in "${missing[@]}"; do
-        # The files of cuda12 and dev hold core too; installing core alone first would only take longer.
+        # The files of the parts hold core too; installing core alone first would only take longer.
         [ "${part%%=*}" = core ] && [ $# -gt 0 ] && [ ${#missing[@]} -gt 1 ] && continue
         say "installing requirements/${part%%=*}.txt (a minute or two the first time) ..."
         install --require-hashes -r "requirements/${part%%=*}.txt" || fail "installing requirements/${part%%=*}.txt failed; see above."

@@ -68,7 +68,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "python3-venv" in result.stderr
 
 
-@pytest.mark.parametrize("part", ["core", "cuda12", "dev"])
+@pytest.mark.parametrize("part", ["core", "cuda12", "gates", "dev"])
 def test_the_lock_satisfies_pyproject(part: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"].get(part, [])]
