@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 8, 64], metavar="N", help="experts of a token (default 1 8 64)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args(argv)
-    backend, _ = dispatch.choose(jax.default_backend())
+    backend, _ = dispatch.choose(dispatch.this_device())
     runs = [_layer(top_k, args, backend) for top_k in args.top_k]
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(args.repeats):  # by turns: what disturbs one disturbs all

@@ -145,7 +145,7 @@ class _Timer:
 def _choose_attention(config: EngineConfig, device: jax.Device) -> tuple[str, str]:
     if config.attention_backend != "auto":
         return config.attention_backend, "attention_backend"
-    return dispatch.choose(device.platform)
+    return dispatch.choose(dispatch.this_device(device))
 
 
 def _plan_memory(

@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         heads = (num_tokens, spec.num_heads, spec.head_dim)
         q = self._positioned(qkv[:, :, :g].reshape(heads), self.q_norm, inputs)
         k = self._positioned(qkv[:, :, g], self.k_norm, inputs)
-        pages = write_kv(pages, k, qkv[:, :, g + 1], inputs.write_page, inputs.write_offset)
+        pages = write_kv(pages, k, qkv[:, :, g + 1], inputs.write_page, inputs.write_offset, implementation=self.backend)
         attended = paged_attention(
             _sharpened(q, inputs.position, spec.temperature),
             pages,

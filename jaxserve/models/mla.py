@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
         down = self._linear("kv_down", x, self.kv_down[...])
         shared_key = rotate(down[:, None, spec.kv_rank :], inputs.cos, inputs.sin)
         latent = jnp.concatenate([self.kv_norm(down[:, : spec.kv_rank])[:, None], shared_key], axis=-1)  # [T, 1, R + rope]
-        pages = write_kv(pages, latent, None, inputs.write_page, inputs.write_offset)
+        pages = write_kv(pages, latent, None, inputs.write_page, inputs.write_offset, implementation=self.backend)
         query = self._queries(x)
         rotated = rotate(query[:, :, spec.nope_dim :], inputs.cos, inputs.sin)
         absorbed = headwise(query[:, :, : spec.nope_dim], self.key_up[...])

@@ -171,8 +171,8 @@ def report() -> str:
     except ConfigError as error:
         problem = str(error)
         device = set_up_device(EngineConfig(model="", device="cpu"))
-    attention, reason = dispatch.choose(device.platform)
-    others = {name: why for name, why in dispatch.available().items() if why is not None}
+    attention, reason = dispatch.choose(dispatch.this_device(device))
+    others = {name: why for name, why in dispatch.available(dispatch.this_device(device)).items() if why is not None}
     rows = [
         ("jaxserve", f"{jaxserve.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("versions", ", ".join(f"{name} {_version(name)}" for name in REPORTED_PACKAGES)),

@@ -42,5 +42,6 @@ def grouped_linear(
     """
     assert x.shape[1] == weight.shape[2] and x.shape[0] % block_expert.shape[0] == 0, (x.shape, weight.shape, block_expert.shape)
     assert bias is None or bias.shape == weight.shape[:2], (weight.shape, bias)
-    run = dispatch.load("grouped_linear", implementation or dispatch.choose(jax.default_backend())[0])
-    return run(x, weight, bias, block_expert, num_used, out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    run = dispatch.load("grouped_linear", implementation or dispatch.choose(dispatch.this_device())[0])
+    product: jax.Array = run(x, weight, bias, block_expert, num_used, out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    return product

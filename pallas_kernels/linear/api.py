@@ -37,5 +37,6 @@ def linear(
     """
     assert x.ndim == weight.ndim == 2 and x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert bias is None or bias.shape == weight.shape[:1], (bias.shape, weight.shape)
-    run = dispatch.load("linear", implementation or dispatch.choose(jax.default_backend())[0])
-    return run(x, weight, bias, out_dtype=x.dtype if out_dtype is None else out_dtype)
+    run = dispatch.load("linear", implementation or dispatch.choose(dispatch.this_device())[0])
+    product: jax.Array = run(x, weight, bias, out_dtype=x.dtype if out_dtype is None else out_dtype)
+    return product

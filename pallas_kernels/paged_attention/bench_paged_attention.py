@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = args.implementation or usable
 
     platform = jax.default_backend()
-    chosen, why = dispatch.choose(platform)
+    chosen, why = dispatch.choose(dispatch.this_device())
     print(f"paged attention on {platform}, {args.layers} layers, ms a layer; a run here would use {chosen} ({why})")
     print(f"{'shape':<18}{'MB':>8}" + "".join(f"{name:>14}" for name in names))
     results = []

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native import NativeUnavailable, load_library
+
+if TYPE_CHECKING:
+    from pallas_kernels.dispatch import Needs
 
 SOURCE = Path(__file__).with_name("cpu_native.cc")
 
@@ -38,6 +42,11 @@ def unavailable_reason() -> str | None:
     return None
 
 
+def lacks(needs: Needs, capability: tuple[int, int] | None) -> str | None:
+    """What the kernel cannot serve."""
+    return f"{needs.page_dtype} pages" if needs.page_dtype in ("int8", "uint8") else None
+
+
 def paged_attention(
     q: jax.Array,
     pages: jax.Array,
@@ -53,8 +62,10 @@ def paged_attention(
     chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `api.paged_attention`. `token_row` says what `row_start` says, so the kernel does not take it."""
+    """See `api.paged_attention`; no quantized pages. `token_row` says what `row_start` says, so the kernel does not take it."""
+    assert kv_scales is None
     call = jax.ffi.ffi_call(_target(), jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out = call(
         q.astype(jnp.float32),

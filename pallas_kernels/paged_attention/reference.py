@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_kv import stored_values
+
 
 def paged_attention(
     q: jax.Array,
@@ -21,6 +23,7 @@ def paged_attention(
     chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_rows, max_pages = page_tables.shape
@@ -37,7 +40,9 @@ def paged_attention(
             is_visible &= key_position >= at // chunk * chunk
         is_page_visible = is_visible.reshape(max_pages, page_size).any(axis=1)
         page_ids = jnp.where(is_page_visible, page_tables[jnp.minimum(row, num_rows - 1)], 0)
-        kv = pages[page_ids].astype(jnp.float32)  # [P, parts, K, page_size, H]
+        kv = stored_values(pages[page_ids])  # [P, parts, K, page_size, H]
+        if kv_scales is not None:
+            kv *= kv_scales[page_ids][..., None]
         kv = kv.transpose(1, 2, 0, 3, 4).reshape(num_parts, num_kv_heads, max_pages * page_size, head_dim)
         # 0 x NaN is NaN: values that are not visible are taken out, not only given no weight.
         kv = jnp.where(is_visible[None, None, :, None], kv, 0.0)

@@ -182,5 +182,5 @@ def test_step_copies_no_pages(implementation: str, dtype: str) -> None:
 
 
 def test_unknown_implementation_names_the_choices() -> None:
-    with pytest.raises(ValueError, match="choose one of cpu_native, xla, reference"):
+    with pytest.raises(ValueError, match="choose one of cpu_native, mosaic_gpu, triton, xla, reference"):
         run(DECODE, make_args(DECODE), "magic")

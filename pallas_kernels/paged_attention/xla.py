@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_kv import stored_values
+
 SCORES_AT_ONCE = 1024
 """Tokens times keys in a step of the inner loop: few tokens take many keys, because a step has a fixed cost of its own."""
 MIN_KV_TILE = 64
@@ -49,10 +51,13 @@ def paged_attention(
     chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_tokens, num_rows = q.shape[0], page_tables.shape[0]
-    attend = functools.partial(_attend, pages=pages, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks)
+    attend = functools.partial(
+        _attend, pages=pages, kv_scales=kv_scales, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks
+    )
     spare = max(ROWS_AT_ONCE, QUERY_TILE)  # the last tile of a loop may reach past the last token
     padded_q = jnp.pad(q, ((0, spare), (0, 0), (0, 0)))
     out = jnp.zeros(padded_q.shape, q.dtype)
@@ -135,6 +140,7 @@ def _attend(
     chunk: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
 ) -> jax.Array:
     """Attention of W x M tokens: q [W, M, N, H], tables [W, P], position [W, M] (-1 sees nothing), end_key [W]."""
     width, num_queries, num_heads, head_dim = q.shape
@@ -157,8 +163,11 @@ def _attend(
         is_written = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])  # [W, tile]
         page_ids = jax.lax.dynamic_slice_in_dim(tables, i * pages_in_tile, pages_in_tile, axis=1)
         has_keys = is_written.reshape(width, pages_in_tile, page_size).any(axis=2)
-        kv = pages.at[jnp.where(has_keys, page_ids, 0)].get(mode="promise_in_bounds")  # [W, pages, parts, K, page_size, H]
-        kv = kv.astype(jnp.float32).transpose(2, 0, 3, 1, 4, 5).reshape(num_parts, width, num_kv_heads, tile, head_dim)
+        page_ids = jnp.where(has_keys, page_ids, 0)
+        kv = stored_values(pages.at[page_ids].get(mode="promise_in_bounds"))  # [W, pages, parts, K, page_size, H]
+        if kv_scales is not None:
+            kv *= kv_scales.at[page_ids].get(mode="promise_in_bounds")[..., None]
+        kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(num_parts, width, num_kv_heads, tile, head_dim)
         # Values nobody may see are taken out: a weight of 0 would still let a NaN through.
         kv = jnp.where(is_written[None, :, None, :, None], kv, 0.0)
         k, v = kv[0], kv[-1]
