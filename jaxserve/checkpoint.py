@@ -166,11 +166,16 @@ class Checkpoint:
     def _tokenizer(self) -> dict[str, Any]:
         return self._json("tokenizer.json", is_optional=True)
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as stored.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, as the manifest says. KeyError: the checkpoint has no such tensor."""
+        return self.manifest.tensors[name].shape
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor as stored, or some of its rows; only the pieces on disk that hold them are read.
 
         Args:
             name: A logical name of `names`, such as `layers.0.self_attn.q_proj.weight`.
+            rows: Start and stop along the first axis.
 
         Raises:
             KeyError: The checkpoint has no such tensor.
@@ -189,7 +194,7 @@ class Checkpoint:
             store = ts.open(spec, open=True, read=True).result()
             if store.shape != entry.shape or store.dtype.numpy_dtype != DTYPES[entry.dtype]:
                 raise ValueError(f"{store.dtype.name} {list(store.shape)}, the manifest says {entry.dtype} {list(entry.shape)}")
-            return np.asarray(store.read(order="C").result())
+            return np.asarray((store if rows is None else store[rows.start : rows.stop]).read(order="C").result())
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
 

@@ -28,6 +28,7 @@ from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.recurrent import GatedDeltaNet, RecurrentInputs, recurrent_inputs
 from jaxserve.models.rope import rotary_tables
+from jaxserve.models.shards import AXIS, UNCUT, Shards
 from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
 
 type Memory = jax.Array | RecurrentState
@@ -45,8 +46,10 @@ class DecoderLayer(nnx.Module):
         mlp: MLP | MoE,
         norms: Mapping[str, Norm],
         dtype: DTypeLike,
+        *,
+        shards: Shards = UNCUT,
     ) -> None:
-        self.block, self.attention, self.mlp, self.dtype = block, attention, mlp, jnp.dtype(dtype)
+        self.block, self.attention, self.mlp, self.dtype, self.shards = block, attention, mlp, jnp.dtype(dtype), shards
         self.norms = nnx.Dict(norms)
 
     def __call__(
@@ -56,12 +59,13 @@ class DecoderLayer(nnx.Module):
         read, num_tokens = self._read("attention_norm", x), inputs.row_start[-1]
         mixer: Any = self.attention  # each kind takes inputs and memory of its own kind
         out, memory = mixer(read, inputs, memory, is_decode=is_decode)
-        attended = self._added("attention_out_norm", out)
         if not self.block.is_parallel:
-            x = x + attended
-            return x + self._added("mlp_out_norm", self.mlp(self._read("mlp_norm", x), num_tokens)), memory
+            x = x + self._added("attention_out_norm", summed(out, self.shards))
+            hidden = self.mlp(self._read("mlp_norm", x), num_tokens)
+            return x + self._added("mlp_out_norm", summed(hidden, self.shards)), memory
         hidden = self.mlp(read if self.block.has_shared_norm else self._read("mlp_norm", x), num_tokens)
-        return x + (attended + self._added("mlp_out_norm", hidden)), memory
+        out, hidden = summed((out, hidden), self.shards)
+        return x + (self._added("attention_out_norm", out) + self._added("mlp_out_norm", hidden)), memory
 
     def _read(self, norm: str, x: jax.Array) -> jax.Array:
         """What attention or MLP reads of the residual stream, in the activations' dtype."""
@@ -83,6 +87,8 @@ class Decoder(nnx.Module):
         spec: What the model is.
         dtype: Of the activations, but for the residual stream.
         backend: Implementation of the head's product, a name of `pallas_kernels.dispatch`.
+        shards: With several, each device has its own rows of `embed` and `head`, padded to equal numbers, and its own part of the layers;
+            the methods are then called inside `shard_map` over `shards.AXIS`, and give the same on every device.
     """
 
     def __init__(
@@ -97,8 +103,9 @@ class Decoder(nnx.Module):
         positions: Float[Array, "rows D"] | None = None,
         head_bias: Float[Array, "V"] | None = None,
         backend: str | None = None,
+        shards: Shards = UNCUT,
     ) -> None:
-        self.spec, self.dtype, self.backend = spec, jnp.dtype(dtype), backend
+        self.spec, self.dtype, self.backend, self.shards = spec, jnp.dtype(dtype), backend, shards
         self.embed, self.positions = nnx.Param(embed), nnx.Param(positions)
         self.layers, self.norm = nnx.List(layers), norm
         self.head, self.head_bias = nnx.Param(head), nnx.Param(head_bias)
@@ -137,18 +144,30 @@ class Decoder(nnx.Module):
         head, spec = self.head.get_value(), self.spec.head
         weight = self.embed[...] if head is None else head
         logits = linear(hidden, weight, self.head_bias.get_value(), out_dtype=jnp.float32, backend=self.backend)
+        if self.shards.count > 1:
+            logits = lax.all_gather(logits, AXIS, axis=1, tiled=True)[:, : self.spec.vocab_size]
         if spec.multiplier != 1.0:
             logits = logits * spec.multiplier
         return logits if spec.soft_cap is None else spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
 
     def _embedded(self, token_ids: Int32[Array, "T"], position: Int32[Array, "T"]) -> jax.Array:
         spec, positions = self.spec.embedding, self.positions.get_value()
-        hidden = self.embed[...].at[token_ids].get(mode="clip").astype(jnp.float32)
+        hidden = self._looked_up(token_ids).astype(jnp.float32)
         if spec.multiplier != 1.0:
             hidden = hidden * jnp.asarray(spec.multiplier, self.dtype).astype(jnp.float32)
         if positions is not None:
             hidden = hidden + positions.at[position + spec.position_offset].get(mode="clip").astype(jnp.float32)
         return hidden
+
+    def _looked_up(self, token_ids: Int32[Array, "T"]) -> jax.Array:
+        """The tokens' rows of the embedding."""
+        embed = self.embed[...]
+        if self.shards.count == 1:
+            return embed.at[token_ids].get(mode="clip")
+        # Each token's row is on one device, where it is nobody else's zero.
+        row = jnp.clip(token_ids, 0, self.spec.vocab_size - 1) - lax.axis_index(AXIS) * embed.shape[0]
+        is_here = (row >= 0) & (row < embed.shape[0])
+        return summed(jnp.where(is_here[:, None], embed.at[row].get(mode="clip"), 0), self.shards)
 
     def _layer_inputs(self, ctx: AttentionInputs) -> dict[tuple[int, RopeSpec | None], LayerInputs]:
         """What the layers of each group and each rotary embedding read."""
@@ -171,6 +190,11 @@ class Decoder(nnx.Module):
             )
             for x, rope in kinds
         }
+
+
+def summed[T](partial_sums: T, shards: Shards) -> T:
+    """What attention or MLP gives, or both, from what the devices give."""
+    return partial_sums if shards.count == 1 else lax.psum(partial_sums, AXIS)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,12 +1,12 @@
-"""Loads a converted checkpoint's logical tensors into a Decoder, fusing and casting layer by layer.
+"""Builds a Decoder from a converted checkpoint's logical tensors, layer by layer: which tensors a weight is fused of, and in what order.
 
-At any time the host holds one layer's tensors beside what is already on the device. Also the two helpers that carry a model
-over the jit border. Where the tensors come from is the caller's `read`; the modules are in `decoder.py`.
+On one device, in shards on a mesh, or with shapes in place of arrays: `loader.py` has the three ways. Also the two helpers that carry a
+model over the jit border. The modules are in `decoder.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,33 +15,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.errors import CheckpointError
 from jaxserve.models.attention import Attention
 from jaxserve.models.decoder import Decoder, DecoderLayer
-from jaxserve.models.host_memory import HostMemory
+from jaxserve.models.loader import AbstractLoader, Loader, MeshLoader, Read, TensorSource
 from jaxserve.models.mla import LatentAttention
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.recurrent import GatedDeltaNet
-from jaxserve.models.registry import family_of
+from jaxserve.models.shards import AXIS, UNCUT, Shards
 from jaxserve.models.spec import (
     AttentionSpec,
     LatentAttentionSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
-    NormSpec,
     RecurrentSpec,
     RopeSpec,
-    TensorSpec,
 )
-from jaxserve.models.tensors import logical_tensors, norm_names
-
-Read = Callable[[str], np.ndarray]
-Change = Callable[[np.ndarray], np.ndarray]
+from jaxserve.models.tensors import norm_names
 
 
 def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Device | None = None, attention: str | None = None) -> Decoder:
@@ -58,7 +53,35 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
     Raises:
         CheckpointError: A tensor is missing or has another shape than the config says.
     """
-    loader = _Loader(spec, read, storage_dtype(dtype, (device or jax.devices()[0]).platform), device)
+    loader = Loader(spec, read, storage_dtype(dtype, (device or jax.devices()[0]).platform), device)
+    return _build(loader, dtype, attention)
+
+
+def load_model_on_mesh(
+    spec: ModelSpec, source: TensorSource, dtype: DTypeLike, *, mesh: Mesh, has_expert_parallel: bool = False, attention: str | None = None
+) -> Decoder:
+    """Builds the model in equal shards on the devices of a mesh with the one axis `shards.AXIS`.
+
+    Its spec is that of one shard, and its modules compute inside `shard_map` with every weight cut along the first axis. The rest is as for
+    `load_model`.
+
+    Raises:
+        ConfigError: The model cannot be cut into so many shards.
+        CheckpointError: A tensor is missing or has another shape than the config says.
+    """
+    dtype_held = storage_dtype(dtype, mesh.devices.flat[0].platform)
+    return _build(MeshLoader(spec, source, dtype_held, mesh, Shards(mesh.size, has_expert_parallel)), dtype, attention)
+
+
+def abstract_model(
+    spec: ModelSpec, dtype: DTypeLike, *, platform: str = "gpu", shards: Shards = UNCUT, attention: str | None = None
+) -> Decoder:
+    """The model with a `jax.ShapeDtypeStruct` in place of each array: touches no device and reads nothing."""
+    return _build(AbstractLoader(spec, storage_dtype(dtype, platform), shards), dtype, attention)
+
+
+def _build(loader: Loader, dtype: DTypeLike, attention: str | None) -> Decoder:
+    spec = loader.spec
     head = None if spec.head.is_tied else loader.optional("lm_head.weight")
     spec = replace(spec, head=replace(spec.head, is_tied=head is None))
     return Decoder(
@@ -71,6 +94,7 @@ def load_model(spec: ModelSpec, read: Read, dtype: DTypeLike, *, device: jax.Dev
         positions=loader.tensor("embed_positions.weight") if spec.embedding.num_positions is not None else None,
         head_bias=loader.tensor("lm_head.bias") if spec.head.has_bias else None,
         backend=attention,
+        shards=loader.shards,
     )
 
 
@@ -102,76 +126,17 @@ def merge_model(model_def: ModelDef, leaves: Sequence[jax.Array]) -> Decoder:
     return nnx.merge(model_def.graphdef, jax.tree.unflatten(model_def.treedef, leaves))
 
 
-class _Loader:
-    """Reads logical tensors, checks their shapes, casts them and puts them on the device."""
-
-    def __init__(self, spec: ModelSpec, read: Read, dtype: np.dtype[Any], device: jax.Device | None) -> None:
-        self._specs: dict[str, TensorSpec] = {tensor.name: tensor for tensor in logical_tensors(family_of(spec), spec)}
-        self._read, self._dtype, self._device = read, dtype, device
-        # On CPU the device's arrays are these very ones.
-        is_cpu = (device or jax.devices()[0]).platform == "cpu"
-        self._empty = HostMemory().empty if is_cpu else np.empty
-
-    def tensor(self, name: str, dtype: DTypeLike | None = None) -> jax.Array:
-        """One tensor as it is, in the weights' dtype or the given one."""
-        return self.fused(self._specs[name].shape, {name: ()}, dtype=dtype)
-
-    def optional(self, name: str) -> jax.Array | None:
-        """One tensor, or None where the checkpoint lacks it."""
-        try:
-            return self.tensor(name)
-        except KeyError:
-            return None
-
-    def norm(self, name: str, spec: NormSpec, change: Change | None = None) -> Norm:
-        """One normalization; `change` is applied to its weight and bias."""
-        parts = {"weight": spec.has_weight, "bias": spec.has_bias}
-        names = [f"{name}.{part}" if is_there else None for part, is_there in parts.items()]
-        arrays = [None if n is None else self.fused(self._specs[n].shape, {n: ()}, {n: change} if change else {}) for n in names]
-        return Norm(spec, *arrays)
-
-    def fused(
-        self,
-        shape: tuple[int, ...],
-        parts: Mapping[str, tuple[int | slice, ...]],
-        changes: Mapping[str, Change] | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> jax.Array:
-        """Several tensors in one array of `shape`, each at its place, after its change where it has one; together they fill it."""
-        fused = self._empty(shape, self._dtype if dtype is None else dtype)
-        assert sum(fused[place].size for place in parts.values()) == fused.size, (shape, parts)
-        for name, place in parts.items():
-            array = self._checked(name)
-            if changes and name in changes:
-                array = changes[name](array)
-            view = fused[place]
-            view[...] = array.reshape(view.shape)
-        return jax.device_put(fused, self._device)
-
-    def _checked(self, name: str) -> np.ndarray:
-        tensor = self._specs[name]
-        try:
-            array = self._read(name)
-        except KeyError:
-            if tensor.is_optional:
-                raise
-            raise CheckpointError(f"The checkpoint has no tensor {name}; convert it again.") from None
-        if array.shape != tensor.shape:
-            raise CheckpointError(f"Tensor {name} has shape {array.shape}; the config says {tensor.shape}.")
-        return array
-
-
 class _Layer:
     """Loads the parts of one layer."""
 
-    def __init__(self, loader: _Loader, spec: ModelSpec, index: int, dtype: DTypeLike, backend: str | None) -> None:
+    def __init__(self, loader: Loader, spec: ModelSpec, index: int, dtype: DTypeLike, backend: str | None) -> None:
         self._loader, self._model, self._spec, self._backend = loader, spec, spec.layers[index], backend
         self._prefix, self._dtype = f"layers.{index}.", dtype
 
     def load(self) -> DecoderLayer:
         names = norm_names(self._model)
         norms = {name: self._loader.norm(self._prefix + name, self._model.norm) for name in names}
-        return DecoderLayer(self._model.block, self._mixer(), self._mlp(), norms, self._dtype)
+        return DecoderLayer(self._model.block, self._mixer(), self._mlp(), norms, self._dtype, shards=self._loader.shards)
 
     def _mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
         match self._spec.attention:
@@ -250,8 +215,10 @@ class _Layer:
         q_norm = k_norm = None
         if norm is not None and spec.qk_norm is not None:
             has_weight, in_order = spec.qk_norm.scope != "plain", partial(_reordered, order=order, head_dim=spec.head_dim)
-            q_norm = loader.norm(prefix + "q_norm", norm, in_order) if has_weight else Norm(norm, None)
-            k_norm = loader.norm(prefix + "k_norm", norm, in_order) if has_weight else Norm(norm, None)
+            # Heads that are normalized together are on several devices.
+            axis = AXIS if spec.qk_norm.scope == "all" and loader.shards.count > 1 else None
+            q_norm = loader.norm(prefix + "q_norm", norm, in_order, axis=axis) if has_weight else Norm(norm, None)
+            k_norm = loader.norm(prefix + "k_norm", norm, in_order, axis=axis) if has_weight else Norm(norm, None)
         return Attention(
             spec,
             qkv=self._qkv(spec, "weight", (self._model.hidden_size,), order),
@@ -296,15 +263,17 @@ class _Layer:
         )
 
     def _moe(self, spec: MoESpec, prefix: str) -> MoE:
-        loader, d, f, every = self._loader, self._model.hidden_size, spec.size, range(spec.num_experts)
+        loader, d, f = self._loader, self._model.hidden_size, spec.size
+        num_experts = loader.num_experts(spec)
 
         def inner(kind: str, *tail: int) -> jax.Array:
             halves = (("gate", slice(f)), ("up", slice(f, None)))
-            parts = {f"{prefix}experts.{e}.{name}_proj.{kind}": (e, half) for e in every for name, half in halves}
-            return loader.fused((spec.num_experts, 2 * f, *tail), parts)
+            parts = {f"{prefix}experts.{e}.{name}_proj.{kind}": (e, half) for e in range(num_experts) for name, half in halves}
+            return loader.fused((num_experts, 2 * f, *tail), parts)
 
         def down(kind: str, *tail: int) -> jax.Array:
-            return loader.fused((spec.num_experts, d, *tail), {f"{prefix}experts.{e}.down_proj.{kind}": (e,) for e in every})
+            parts = {f"{prefix}experts.{e}.down_proj.{kind}": (e,) for e in range(num_experts)}
+            return loader.fused((num_experts, d, *tail), parts)
 
         shared = None
         if spec.shared_size is not None:
@@ -321,6 +290,7 @@ class _Layer:
             shared=shared,
             shared_gate=loader.tensor(prefix + "shared_expert_gate.weight") if spec.has_shared_gate else None,
             backend=self._backend,
+            shards=loader.shards,
         )
 
 

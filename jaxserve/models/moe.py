@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.models.linear import linear
 from jaxserve.models.mlp import ACTIVATIONS, MLP
+from jaxserve.models.shards import AXIS, UNCUT, Shards, num_local_experts
 from jaxserve.models.spec import MoESpec
 from pallas_kernels import grouped_linear
 
@@ -81,14 +82,22 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
     return size
 
 
-def sort_into_blocks(expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int) -> Blocks:
-    """Rows by expert, each expert's padded to whole blocks. Tokens from `num_tokens` on are padding and get rows after all others."""
+def sort_into_blocks(
+    expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int, *, num_all_experts: int | None = None
+) -> Blocks:
+    """Rows by expert, each expert's padded to whole blocks.
+
+    Tokens from `num_tokens` on are padding and get rows after all others, as do copies for experts outside `[0, num_experts)`, which other
+    devices have; `num_all_experts` counts those too.
+    """
     num_all, top_k = expert.shape
-    num_copies, size = num_all * top_k, block_size(num_all, top_k, num_experts)
+    num_copies, size = num_all * top_k, block_size(num_all, top_k, num_all_experts or num_experts)
     # Every expert with rows wastes less than a block; there are no more blocks than copies.
     num_blocks = min(num_copies, num_copies // size + num_experts)
-    is_real = jnp.arange(num_all) < num_tokens
-    flat = jnp.where(is_real[:, None], expert, num_experts).reshape(-1)
+    is_real = (jnp.arange(num_all) < num_tokens)[:, None]
+    if num_all_experts is not None:
+        is_real = is_real & (expert >= 0) & (expert < num_experts)
+    flat = jnp.where(is_real, expert, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     count = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
     num_expert_blocks = ((count + size - 1) // size)[:num_experts]
@@ -107,6 +116,8 @@ class MoE(nnx.Module):
     """Weights: `router` [E, D] float32, `inner` [E, 2 * F, D] (gate, then up), `down` [E, D, F].
 
     Where the model has them: biases of each, `score_bias` [E], the `shared` expert and its `shared_gate` [1, D].
+
+    With expert parallelism each device has `inner` and `down` of its share of the experts, and gives what those add to the result.
     """
 
     def __init__(
@@ -123,8 +134,9 @@ class MoE(nnx.Module):
         shared: MLP | None = None,
         shared_gate: Float[Array, "1 D"] | None = None,
         backend: str | None = None,
+        shards: Shards = UNCUT,
     ) -> None:
-        self.spec, self.backend = spec, backend
+        self.spec, self.backend, self.shards = spec, backend, shards
         self.router, self.router_bias, self.score_bias = nnx.Param(router), nnx.Param(router_bias), nnx.Param(score_bias)
         self.inner, self.inner_bias = nnx.Param(inner), nnx.Param(inner_bias)
         self.down, self.down_bias = nnx.Param(down), nnx.Param(down_bias)
@@ -133,7 +145,7 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], num_tokens: Int32[Array, ""]) -> jax.Array:
         """Returns `[T, D]` in the dtype of `x`; tokens from `num_tokens` on are padding."""
         choice = route(self.spec, x, self.router[...], self.router_bias.get_value(), self.score_bias.get_value())
-        blocks = sort_into_blocks(choice.expert, num_tokens, self.spec.num_experts)
+        blocks = self._blocks(choice.expert, num_tokens)
         rows, weight = x[blocks.token], choice.weight
         if self.spec.is_input_weighted:
             row_weight = jnp.zeros(rows.shape[0], weight.dtype).at[blocks.row].set(weight, mode="drop")
@@ -146,6 +158,13 @@ class MoE(nnx.Module):
         copies = out.at[blocks.row].get(mode="fill", fill_value=0.0)
         result = jnp.einsum("tkd,tk->td", copies.astype(jnp.float32), weight).astype(x.dtype)
         return result if self.shared is None else result + self._shared(x, num_tokens)
+
+    def _blocks(self, expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""]) -> Blocks:
+        spec, num_local = self.spec, num_local_experts(self.spec, self.shards)
+        if num_local == spec.num_experts:
+            return sort_into_blocks(expert, num_tokens, spec.num_experts)
+        first = lax.axis_index(AXIS) * num_local
+        return sort_into_blocks(expert - first, num_tokens, num_local, num_all_experts=spec.num_experts)
 
     def _activated(self, inner: Float[Array, "M 2F"]) -> jax.Array:
         gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)

@@ -20,10 +20,18 @@ class Norm(nnx.Module):
     """`(x - mean) / sqrt(variance + eps) * weight + bias`; RMS has neither mean nor bias.
 
     The weight has the last axes of what is normalized: [H], or [N, H] for one of its own for each head; None multiplies by nothing.
+    With a mesh `axis`, each device has an equal share of the last axis, and the statistics are of all shares.
     """
 
-    def __init__(self, spec: NormSpec, weight: Float[Array, "*heads H"] | None, bias: Float[Array, "*heads H"] | None = None) -> None:
-        self.spec, self.weight, self.bias = spec, nnx.Param(weight), nnx.Param(bias)
+    def __init__(
+        self,
+        spec: NormSpec,
+        weight: Float[Array, "*heads H"] | None,
+        bias: Float[Array, "*heads H"] | None = None,
+        *,
+        axis: str | None = None,
+    ) -> None:
+        self.spec, self.axis, self.weight, self.bias = spec, axis, nnx.Param(weight), nnx.Param(bias)
 
     def __call__(self, x: Float[Array, "*rows H"], dtype: DTypeLike | None = None) -> jax.Array:
         """Returns the shape of `x` in `dtype`, by default that of `x`; each last axis is normalized by itself."""
@@ -31,8 +39,8 @@ class Norm(nnx.Module):
         dtype = x.dtype if dtype is None else dtype
         wide = x.astype(jnp.float32)
         if spec.is_centered:
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.eps)
+            wide = wide - self._mean(wide)
+        wide = wide * lax.rsqrt(self._mean(jnp.square(wide)) + spec.eps)
         if weight is None:
             assert bias is None
             return wide.astype(dtype)
@@ -42,3 +50,7 @@ class Norm(nnx.Module):
             return wide.astype(dtype) * weight[leading].astype(dtype)
         wide = wide * (weight[leading].astype(jnp.float32) + (1.0 if spec.is_offset else 0.0))
         return (wide if bias is None else wide + bias[leading].astype(jnp.float32)).astype(dtype)
+
+    def _mean(self, x: jax.Array) -> jax.Array:
+        mean = jnp.mean(x, axis=-1, keepdims=True)
+        return mean if self.axis is None else lax.pmean(mean, self.axis)

@@ -36,6 +36,9 @@ IGNORED = (
 TIED_HEAD = r"(^|\.)(lm_head|embed_out)\.weight$"
 """A head that a tied checkpoint stores although it is the embedding."""
 
+OPTIONAL = "lm_head.weight"
+"""The one tensor that may be missing: an untied head falls back to the embedding."""
+
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -44,7 +47,7 @@ def logical_tensors(family: Family, spec: ModelSpec) -> tuple[TensorSpec, ...]:
     names = family.names(spec)
     body = [wrapper + prefix for wrapper in WRAPPERS for prefix in family.prefixes]
     result = []
-    for name, shape in _shapes(spec):
+    for name, shape in tensor_shapes(spec):
         layer, expert = _number(name, "layers."), _number(name, ".experts.")
         key = name.replace(f"layers.{layer}.", "layers.{i}.", 1)
         source = names.get(key) or names.get(general := key.replace(f".experts.{expert}.", ".experts.{e}."), general)
@@ -55,7 +58,7 @@ def logical_tensors(family: Family, spec: ModelSpec) -> tuple[TensorSpec, ...]:
         if name == "embed_tokens.weight" and spec.head.is_tied:
             # Writers that drop duplicate tensors may keep a tied embedding under the head's name.
             sources += [wrapper + "lm_head.weight" for wrapper in WRAPPERS]
-        result.append(TensorSpec(name, shape, tuple(dict.fromkeys(sources)), is_optional=name == "lm_head.weight", cut=cut))
+        result.append(TensorSpec(name, shape, tuple(dict.fromkeys(sources)), is_optional=name == OPTIONAL, cut=cut))
     return tuple(result)
 
 
@@ -69,7 +72,8 @@ def _number(name: str, before: str) -> str:
     return name.partition(before)[2].partition(".")[0]
 
 
-def _shapes(spec: ModelSpec) -> Shapes:
+def tensor_shapes(spec: ModelSpec) -> Shapes:
+    """Name and shape of every logical tensor, in file order."""
     d, vocab = spec.hidden_size, spec.vocab_size
     yield "embed_tokens.weight", (vocab, d)
     if spec.embedding.num_positions is not None:

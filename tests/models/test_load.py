@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.load import _Loader, load_model, merge_model, split_model, storage_dtype
+from jaxserve.models.load import load_model, merge_model, split_model, storage_dtype
+from jaxserve.models.loader import Loader
 from jaxserve.models.registry import family_of, resolve_spec
 from jaxserve.models.tensors import logical_tensors
 
@@ -80,7 +81,7 @@ def test_a_wrong_shape_is_named(golden: Callable[..., Any]) -> None:
 
 def test_parts_that_leave_a_gap_are_our_bug(golden: Callable[..., Any]) -> None:
     case = golden("llama-bias")
-    loader = _Loader(case.spec, case.read, np.dtype(np.float32), None)
+    loader = Loader(case.spec, case.read, np.dtype(np.float32), None)
     parts: dict[str, tuple[int | slice, ...]] = {f"layers.0.mlp.{name}_proj.weight": (i,) for i, name in enumerate(("gate", "up"))}
     assert loader.fused((2, 64, 32), parts).shape == (2, 64, 32)
     del parts["layers.0.mlp.up_proj.weight"]
