@@ -1,6 +1,6 @@
 """The events of one call on a front end, from the link to whoever reads them: merged while nobody does, and bounded.
 
-What waits for the reader stays in the link's own compact messages, one for each sequence, so a client that does not read costs
+What has to wait for the reader waits in the link's own compact messages, one for each sequence, so a client that does not read costs
 the memory of its tokens alone. Knows no sockets and no text. Next: `link_client`, which fills it; `serve.service`, which reads it.
 """
 
@@ -31,6 +31,10 @@ MEMORY_PER_WIRE_BYTE = 2
 """Log-probabilities take about twice the memory that they take on the wire."""
 
 
+type ArrivedEvent = TokenEvent | link_pb2.Event
+"""As `link_codec.decode_tokens` gives them (one token and nothing else), or as they came."""
+
+
 class EventOwner(Protocol):
     """What a stream asks of the connection that it belongs to."""
 
@@ -46,24 +50,37 @@ class _Pending:
 
     __slots__ = ("event", "is_own", "num_bytes")
 
-    def __init__(self, event: link_pb2.Event) -> None:
+    def __init__(self, event: ArrivedEvent) -> None:
         self.event = event
         self.is_own = False
         self.num_bytes = 0  # of what came on top of the first event
 
-    def merge(self, event: link_pb2.Event) -> int:
+    def merge(self, event: ArrivedEvent) -> int:
         """Appends tokens and takes over the finish; returns the memory that this adds, in bytes."""
-        if not self.is_own:  # it keeps the whole message alive in which it came, with the events of all other sequences
+        own = self._own_message()
+        num_bytes = TOKEN_BYTES * len(event.token_ids)
+        if isinstance(event, TokenEvent):
+            own.token_ids.extend(event.token_ids)
+        else:
+            event.ClearField("request_id")  # it would be stored again each time
+            own.MergeFrom(event)
+            if event.has_logprobs:
+                num_bytes += MEMORY_PER_WIRE_BYTE * event.ByteSize()
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def read(self) -> TokenEvent:
+        """All of it as one event."""
+        return self.event if isinstance(self.event, TokenEvent) else link_codec.decode_event(self.event)
+
+    def _own_message(self) -> link_pb2.Event:
+        if isinstance(self.event, TokenEvent):
+            self.event, self.is_own = link_codec.encode_event(self.event), True
+        elif not self.is_own:  # it keeps the whole message alive in which it came, with the events of all other sequences
             own = link_pb2.Event()
             own.CopyFrom(self.event)
             self.event, self.is_own = own, True
-        event.ClearField("request_id")  # it would be stored again each time
-        self.event.MergeFrom(event)
-        num_bytes = TOKEN_BYTES * len(event.token_ids)
-        if event.has_logprobs:
-            num_bytes += MEMORY_PER_WIRE_BYTE * event.ByteSize()
-        self.num_bytes += num_bytes
-        return num_bytes
+        return self.event
 
 
 class EventStream:
@@ -71,6 +88,9 @@ class EventStream:
 
     Events of a sequence that arrive before the reader asks for them come as one. Iterating raises InvalidRequest or Overloaded when
     the engine refuses a request and EngineUnavailable when it goes away, after what came before. Use from one asyncio loop only.
+
+    Attributes:
+        engine_ids: Of each request, by its id, the number of the engine that it was sent to; empty where there is but one.
     """
 
     def __init__(self, owner: EventOwner, requests: Sequence[Request]) -> None:
@@ -84,6 +104,7 @@ class EventStream:
         self._num_pending_bytes = 0
         self._error: JaxserveError | None = None
         self._is_ended = False
+        self.engine_ids: dict[str, int] = {}
         self._arrival: asyncio.Future[None] | None = None  # what the reader waits for
 
     def __enter__(self) -> EventStream:
@@ -91,6 +112,11 @@ class EventStream:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether what still ran was aborted, by `end`."""
+        return self._is_ended
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -106,7 +132,7 @@ class EventStream:
             await self._arrival
         raise StopAsyncIteration
 
-    def put(self, event: link_pb2.Event) -> None:
+    def put(self, event: ArrivedEvent) -> None:
         """Called by the client when an event arrives."""
         if self._is_ended or event.index not in self._unfinished.get(event.request_id, ()):
             return
@@ -174,7 +200,7 @@ class EventStream:
         """The oldest event that waits."""
         key, pending = next(iter(self._pending.items()))
         self._forget_pending(key)
-        event = link_codec.decode_event(pending.event)
+        event = pending.read()
         self._num_cached_tokens[event.request_id] = event.num_cached_tokens
         if event.finish_reason is not None:
             self._finish(*key)

@@ -223,6 +223,9 @@ class EngineClient:
         if not self.is_connected and not message.failure:  # an engine that is about to end still answers, but only that
             self._begin(connection, info)
         self._tell()
+        for token in link_codec.decode_tokens(message.tokens):
+            if (stream := self._streams.get(token.request_id)) is not None:
+                stream.put(token)
         for event in message.events:
             if (stream := self._streams.get(event.request_id)) is not None:
                 stream.put(event)

@@ -7,7 +7,7 @@ pooled vector, stay in the front end. Knows no sockets and no threads. Next: `li
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -87,6 +87,30 @@ def decode_stats(message: link_pb2.EngineStats) -> EngineStats:
     return EngineStats(**values | {"step_token_counts": tuple(message.step_token_counts)})
 
 
+def fill_tokens(message: link_pb2.Tokens, events: Iterable[TokenEvent]) -> list[TokenEvent]:
+    """Puts events that give one token and nothing else into an empty message; returns the others, for `fill_event`."""
+    plain: list[TokenEvent] = []
+    others: list[TokenEvent] = []
+    for event in events:
+        if event.finish_reason is None and event.logprobs is None and event.queue_s is None and event.prompt_logprobs is None:
+            (plain if len(event.token_ids) == 1 else others).append(event)
+        else:
+            others.append(event)
+    message.request_ids.extend([event.request_id for event in plain])
+    message.indices.extend([event.index for event in plain])
+    message.token_ids.extend([event.token_ids[0] for event in plain])
+    message.num_prompt_tokens.extend([event.num_prompt_tokens for event in plain])
+    message.num_cached_tokens.extend([event.num_cached_tokens for event in plain])
+    return others
+
+
+def decode_tokens(message: link_pb2.Tokens) -> Iterator[TokenEvent]:
+    """The events that `fill_tokens` put into the message."""
+    columns = (message.request_ids, message.indices, message.token_ids, message.num_prompt_tokens, message.num_cached_tokens)
+    for request_id, index, token_id, num_prompt_tokens, num_cached_tokens in zip(*columns, strict=True):
+        yield TokenEvent(request_id, index, [token_id], num_prompt_tokens, num_cached_tokens)
+
+
 def encode_event(event: TokenEvent) -> link_pb2.Event:
     """One event; a prompt's leading None among its logprobs is left out and put back by `decode_event`."""
     message = link_pb2.Event()
@@ -95,7 +119,7 @@ def encode_event(event: TokenEvent) -> link_pb2.Event:
 
 
 def fill_event(message: link_pb2.Event, event: TokenEvent) -> None:
-    """`encode_event` into an empty message. Field by field, and none that has its default: this runs for each token of the engine."""
+    """`encode_event` into an empty message. Field by field, and none that has its default: this runs for many tokens of a step."""
     message.request_id = event.request_id
     message.token_ids.extend(event.token_ids)
     message.num_prompt_tokens = event.num_prompt_tokens

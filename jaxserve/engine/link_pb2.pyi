@@ -179,16 +179,32 @@ class SamplingParams(_message.Message):
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("events", "rejections", "failure", "heartbeat")
+    __slots__ = ("tokens", "events", "rejections", "failure", "heartbeat")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    tokens: Tokens
     events: _containers.RepeatedCompositeFieldContainer[Event]
     rejections: _containers.RepeatedCompositeFieldContainer[Rejection]
     failure: str
     heartbeat: EngineStats
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., failure: _Optional[str] = ..., heartbeat: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Union[Tokens, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., failure: _Optional[str] = ..., heartbeat: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("request_ids", "indices", "token_ids", "num_prompt_tokens", "num_cached_tokens")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("request_id", "index", "token_ids", "num_prompt_tokens", "num_cached_tokens", "has_logprobs", "logprobs", "has_prompt_logprobs", "prompt_logprobs", "finish_reason", "stop_reason", "error", "queue_s", "prefill_s", "embedding")

@@ -156,16 +156,14 @@ async def _refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, erro
 def encode_output(output: Output) -> Iterator[link_pb2.FromEngine]:
     """The output as one message, or as several where log-probabilities would make it too large for the link."""
     message, size = link_pb2.FromEngine(), 0
-    new_event, fill_event = message.events.add, link_codec.fill_event
-    for event in output.events:
-        encoded = new_event()
-        fill_event(encoded, event)
+    for event in link_codec.fill_tokens(message.tokens, output.events):
+        encoded = message.events.add()
+        link_codec.fill_event(encoded, event)
         if event.logprobs or event.prompt_logprobs:
             size += encoded.ByteSize()
             if size > SPLIT_BYTES:
                 yield message
                 message, size = link_pb2.FromEngine(), 0
-                new_event = message.events.add
     message.rejections.extend(link_codec.encode_rejection(request_id, error) for request_id, error in output.rejections)
     message.failure = output.failure or ""
     yield message

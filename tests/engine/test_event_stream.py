@@ -67,6 +67,23 @@ def test_events_that_wait_come_as_one_for_each_sequence(owner):
     assert (owner.aborted, owner.forgotten) == ([], ["r"])
 
 
+def test_tokens_that_came_by_columns_wait_with_whole_events(owner):
+    stream = EventStream(owner, [request(n=3)])
+    stream.put(TokenEvent("r", 0, [7], 3, 2))
+    stream.put(event([8], index=1, queue_s=0.5, prefill_s=1.0))
+    for token_id in (9, 10):
+        stream.put(TokenEvent("r", 0, [token_id], 3, 2))
+        stream.put(TokenEvent("r", 1, [token_id], 3, 2))
+    stream.put(event([11], finish_reason=FinishReason.STOP))
+    stream.put(TokenEvent("r", 2, [12], 3, 2))
+    stream.end()
+    assert read(stream) == [
+        TokenEvent("r", 0, [7, 9, 10, 11], 3, 2, finish_reason=FinishReason.STOP),
+        TokenEvent("r", 1, [8, 9, 10], 3, 2, queue_s=0.5, prefill_s=1.0, finish_reason=FinishReason.ABORT),
+        TokenEvent("r", 2, [12], 3, 2, finish_reason=FinishReason.ABORT),
+    ]
+
+
 def test_a_long_stream_that_nobody_reads_costs_its_tokens_alone(owner):
     stream = EventStream(owner, [request(max_tokens=None)])
     for start in range(0, 120_000, 4):

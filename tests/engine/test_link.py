@@ -19,7 +19,7 @@ from jaxserve.core.pooling_params import PoolingParams
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import FinishReason
-from jaxserve.engine import link_codec, link_server
+from jaxserve.engine import link_codec, link_pb2, link_server
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.engine.link_server import start_link_server
 from jaxserve.engine.loop import EngineLoop, Output
@@ -132,9 +132,26 @@ def test_a_large_output_is_several_messages(monkeypatch):
     events = [TokenEvent(request_id=f"{i}", index=0, token_ids=[i], logprobs=wide if i % 2 else None, **counts) for i in range(6)]
     output = Output(events=events, rejections=[("a", InvalidRequest("no"))], failure="gone")
     messages = list(link_server.encode_output(output))
-    assert [len(message.events) for message in messages] == [2, 2, 2, 0]
-    assert [link_codec.decode_event(event) for message in messages for event in message.events] == events
+    assert list(link_codec.decode_tokens(messages[0].tokens)) == events[0::2]
+    assert not any(message.tokens.request_ids for message in messages[1:])
+    assert [link_codec.decode_event(event) for message in messages for event in message.events] == events[1::2]
+    assert [len(message.events) for message in messages] == [1, 1, 1, 0]
     assert [(len(message.rejections), message.failure) for message in messages] == [(0, "")] * 3 + [(1, "gone")]
+
+
+def test_tokens_travel_in_columns_and_whatever_has_more_to_tell_as_it_is():
+    plain = [TokenEvent("a", 2, [7], 3, 1), TokenEvent("b", 2, [0], 3, 1), TokenEvent("c", 0, [9], 5, 0)]
+    others = [
+        TokenEvent("d", 2, [1, 2], 3, 1),
+        TokenEvent("e", 2, [], 3, 1),
+        TokenEvent("f", 2, [7], 3, 1, logprobs=[Logprobs(7, -0.5, 1, [7], [-0.5])]),
+        TokenEvent("g", 2, [7], 3, 1, prompt_logprobs=[None]),
+        TokenEvent("h", 2, [7], 3, 1, queue_s=0.0, prefill_s=1.0),
+        TokenEvent("i", 2, [7], 3, 1, finish_reason=FinishReason.LENGTH),
+    ]
+    message = link_pb2.Tokens()
+    assert link_codec.fill_tokens(message, [others[0], *plain, *others[1:]]) == others
+    assert list(link_codec.decode_tokens(link_pb2.Tokens.FromString(message.SerializeToString()))) == plain
 
 
 def test_generate_yields_all_events_of_all_sequences(engine, engine_info):
