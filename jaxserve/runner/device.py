@@ -7,16 +7,12 @@ much fits.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
 import platform
-import re
 import time
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +25,7 @@ from jaxserve.config import EngineConfig, cache_dir
 from jaxserve.errors import ConfigError
 from jaxserve.models.linear import linear
 from jaxserve.models.spec import ModelSpec
+from jaxserve.nvidia import choose_platform, cuda_plugin, nvidia_driver
 from jaxserve.runner.memory import free_host_bytes
 from pallas_kernels import dispatch
 
@@ -71,51 +68,6 @@ def set_up_device(config: EngineConfig) -> jax.Device:
         ) from error
 
 
-def choose_platform(wanted: str, driver: str | None, plugin: str | None, jax_platforms: str = "") -> str:
-    """ "cpu" or "gpu" for a `--device` value, from what the machine has. `jax_platforms` is the user's JAX_PLATFORMS, followed by auto."""
-    if wanted == "cpu" or (wanted == "auto" and jax_platforms == "cpu"):
-        return "cpu"
-    if driver is None:
-        if wanted == "gpu":
-            raise ConfigError("--device gpu: no NVIDIA driver was found. Install one, or run on the CPU with --device cpu.")
-        return "cpu"
-    if plugin is None:
-        raise ConfigError(
-            f"this machine has NVIDIA driver {driver}, but JAX has no CUDA plugin to use it with: the extra `cuda12` is missing. "
-            "Install it with `pip install 'jaxserve[cuda12]'`, or run on the CPU on purpose with --device cpu."
-        )
-    return "gpu"
-
-
-def nvidia_driver(root: Path = Path("/")) -> str | None:
-    """Version of the NVIDIA driver ("unknown" where it does not say), or None where this process has none.
-
-    A container sees its host's /proc entry also when it was given no GPU; it then has neither device file nor libcuda.
-    """
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-        found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-        driver = found[0] if found else "unknown"
-    except OSError:
-        driver = None
-    has_device = any((root / "dev" / name).exists() for name in ("nvidiactl", "nvidia0"))
-    has_wsl = (root / "dev/dxg").exists() and _has_libcuda()
-    if has_device or has_wsl or (driver is not None and _has_libcuda()):
-        return driver or "unknown"
-    return None
-
-
-def cuda_plugin() -> str | None:
-    """Name of the installed CUDA plugin of JAX."""
-    for name in ("xla_cuda13", "xla_cuda12"):
-        try:
-            if find_spec(f"jax_plugins.{name}") is not None:
-                return name
-        except ModuleNotFoundError:
-            return None
-    return None
-
-
 def choose_dtype(wanted: str, device: jax.Device, spec: ModelSpec) -> str:
     """The dtype to run in: "bfloat16", "float16" or "float32".
 
@@ -153,14 +105,6 @@ def _probe(hidden_size: int, mlp_size: int, dtype: DTypeLike, device: jax.Device
             best = min(best, time.perf_counter() - started)
         total += best / rows
     return total
-
-
-def _has_libcuda() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def report() -> str:

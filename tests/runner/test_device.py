@@ -18,8 +18,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
+from jaxserve.nvidia import choose_platform
 from jaxserve.runner import device as device_module
-from jaxserve.runner.device import choose_dtype, choose_platform, nvidia_driver, report, set_up_device
+from jaxserve.runner.device import choose_dtype, report, set_up_device
 
 
 @pytest.fixture
@@ -32,32 +33,6 @@ def spec() -> ModelSpec:
     return resolve_spec(config)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "driver", "plugin", "variable", "expected"),
-    [
-        ("auto", None, None, "", "cpu"),
-        ("auto", None, "xla_cuda12", "", "cpu"),
-        ("auto", "570.1", "xla_cuda12", "", "gpu"),
-        ("auto", "570.1", None, "cpu", "cpu"),
-        ("cpu", "570.1", None, "", "cpu"),
-        ("gpu", "570.1", "xla_cuda13", "cpu", "gpu"),
-    ],
-)
-def test_platform(wanted: str, driver: str | None, plugin: str | None, variable: str, expected: str) -> None:
-    assert choose_platform(wanted, driver, plugin, variable) == expected
-
-
-@pytest.mark.parametrize("wanted", ["auto", "gpu"])
-def test_a_driver_without_the_extra_stops_and_names_the_fix(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=r"driver 570\.1.*`cuda12` is missing.*pip install 'jaxserve\[cuda12\]'.*--device cpu"):
-        choose_platform(wanted, "570.1", None)
-
-
-def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="no NVIDIA driver"):
-        choose_platform("gpu", None, "xla_cuda12")
-
-
 def test_a_backend_that_fails_names_driver_and_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.devices()  # JAX runs already, so that the failing choice leaves no setting behind for other tests
     monkeypatch.setattr(device_module, "nvidia_driver", lambda: "470.57")
@@ -65,23 +40,6 @@ def test_a_backend_that_fails_names_driver_and_plugin(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"cannot use the gpu: .*470\.57.*xla_cuda12.*--device cpu"):
         set_up_device(EngineConfig(model="m", device="gpu"))
     assert set_up_device(EngineConfig(model="m", device="cpu")).platform == "cpu"
-
-
-def test_driver_of_a_machine_and_of_a_container_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "_has_libcuda", lambda: False)
-    assert nvidia_driver(tmp_path) is None
-    version = tmp_path / "proc/driver/nvidia/version"
-    version.parent.mkdir(parents=True)
-    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12.3.0\n")
-    assert nvidia_driver(tmp_path) is None  # the host's entry, seen from a container that was given no GPU
-    monkeypatch.setattr(device_module, "_has_libcuda", lambda: True)
-    assert nvidia_driver(tmp_path) == "570.133.20"
-    monkeypatch.setattr(device_module, "_has_libcuda", lambda: False)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/nvidiactl").touch()
-    assert nvidia_driver(tmp_path) == "570.133.20"
-    version.unlink()
-    assert nvidia_driver(tmp_path) == "unknown"
 
 
 def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
