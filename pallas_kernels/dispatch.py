@@ -82,11 +82,8 @@ def lacks(implementation: str, device: Device, *needs: Needs) -> str | None:
     if implementation in ("xla", "reference"):
         return None
     if implementation == "cpu_native":
-        if device.platform != "cpu":
-            return f"a CPU, this is a {device.platform}"
-        if reason := _missing(implementation):
-            return reason
-    elif device.platform != "gpu" or device.capability is None:
+        return f"a CPU, this is a {device.platform}" if device.platform != "cpu" else _missing(implementation)
+    if device.platform != "gpu" or device.capability is None:
         return f"an NVIDIA GPU, this is a {device.platform}"
     module = _module("paged_attention", implementation)
     found = [module.lacks(need, device.capability) for need in needs or (Needs(),)]

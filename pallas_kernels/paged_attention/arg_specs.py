@@ -1,9 +1,10 @@
 """The one list of shapes that tests and the bench of `paged_attention` share, and the arrays that belong to a shape.
 
 The arrays are hostile on purpose: NaN in the null page, in the unwritten tail of every row's last page and in pages that no row
-owns, and page-table entries that point there or nowhere: those past the length, and those of pages that fell out of the window or
-chunk of all of a row's tokens, which the scheduler gives to others. An implementation that reads what it must not shows it. Next:
-`test_paged_attention`, `bench_paged_attention`.
+owns (of 8-bit pages in the scales, and in the bits where the format has NaN), and page-table entries that point there or nowhere: those
+past the length, and those of pages that fell out of the window or chunk of all of a row's tokens, which the scheduler gives to others.
+An implementation that reads what it must not shows it. Next: `strategies` (drawn shapes), `test_paged_attention`,
+`bench_paged_attention`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES: dict[str, Any] = {
+    "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8, "uint8": np.uint8
+}  # fmt: skip
+FLOAT8_NAN = 0x7F
+"""Bits of float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,7 @@ class AttentionSpec:
         num_padding_rows, num_padding_tokens: Appended after the real ones.
         max_pages: Width of the page table.
         num_parts: Of a page: 2, or 1 where keys are the values too.
+        num_shared_pages: Leading pages of the first row that the others have too, as far as they are full in both.
     """
 
     name: str
@@ -44,6 +50,8 @@ class AttentionSpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_decode: bool = False
+    q_dtype: str = "float32"
+    num_shared_pages: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +92,8 @@ def make_args(spec: AttentionSpec, seed: int = 0) -> AttentionArgs:
     num_pages = 1 + sum(pages_of_row) + num_spare
     shape = (num_pages, spec.num_parts, spec.num_kv_heads, spec.page_size, spec.head_dim)
     pages = np.full(shape, np.nan, np.float32)
+    # Keys and values of 8 bits are numbers of that format, and their scales keep the products near 1 (`make_scales`).
+    spread = {"int8": 40.0, "uint8": 100.0}.get(spec.page_dtype, 1.0)
     free = rng.permutation(np.arange(1, num_pages))
     spare = free[:num_spare]
     out_of_range = np.array([num_pages + 7, -3])
@@ -93,23 +103,57 @@ def make_args(spec: AttentionSpec, seed: int = 0) -> AttentionArgs:
         first = spec.first_visible(length - num_tokens) // spec.page_size
         page_tables[row, first:count] = free[used + first : used + count]
         for index in range(first, count):
+            if row > 0 and _is_shared(spec, row, index):
+                page_tables[row, index] = page_tables[0, index]
+                continue
             filled = min(spec.page_size, length - index * spec.page_size)
-            pages[free[used + index], :, :, :filled] = rng.standard_normal((spec.num_parts, spec.num_kv_heads, filled, spec.head_dim))
+            values = rng.standard_normal((spec.num_parts, spec.num_kv_heads, filled, spec.head_dim)) * spread
+            pages[free[used + index], :, :, :filled] = values
         used += count
 
     counts = [count for count, _ in spec.rows] + [0] * spec.num_padding_rows
     token_row = np.concatenate((np.repeat(np.arange(num_rows), counts), np.full(spec.num_padding_tokens, num_rows)))
     position = np.concatenate([np.arange(length - count, length) for count, length in spec.rows] + [np.zeros(spec.num_padding_tokens)])
-    q = rng.standard_normal((spec.num_tokens, spec.num_heads, spec.head_dim))
+    # Queries that 16 bits hold: what an implementation loses then comes from its sums, not from rounding its input.
+    q = rng.standard_normal((spec.num_tokens, spec.num_heads, spec.head_dim)).astype(ml_dtypes.bfloat16)
     return AttentionArgs(
-        q=q.astype(np.float32),
-        pages=pages.astype(DTYPES[spec.page_dtype]),
+        q=q.astype(DTYPES[spec.q_dtype]),
+        pages=_stored(pages, spec.page_dtype),
         page_tables=page_tables.astype(np.int32),
         row_start=np.cumsum([0, *counts]).astype(np.int32),
         kv_length=np.array([length for _, length in spec.rows] + [0] * spec.num_padding_rows, np.int32),
         token_row=token_row.astype(np.int32),
         position=position.astype(np.int32),
     )
+
+
+def _is_shared(spec: AttentionSpec, row: int, index: int) -> bool:
+    """Whether page `index` of a row is the first row's: full in both, and still owned by the first."""
+    num_tokens, length = spec.rows[0]
+    is_full = (index + 1) * spec.page_size <= min(length, spec.rows[row][1])
+    return is_full and spec.first_visible(length - num_tokens) // spec.page_size <= index < spec.num_shared_pages
+
+
+def _stored(pages: np.ndarray, dtype: str) -> np.ndarray:
+    """Float32 numbers as a page dtype holds them. Int8 has no NaN; there the scales have it."""
+    if dtype == "int8":
+        return np.nan_to_num(np.clip(np.round(pages), -127, 127), nan=99.0).astype(np.int8)
+    if dtype == "uint8":
+        bits = np.clip(pages, -448.0, 448.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return np.where(np.isnan(pages), np.uint8(FLOAT8_NAN), bits)
+    return pages.astype(DTYPES[dtype])
+
+
+def make_scales(spec: AttentionSpec, args: AttentionArgs, seed: int = 0) -> np.ndarray | None:
+    """Scales for the pages of `make_args`: NaN at places that no row owns. None where pages are not of 8 bits."""
+    if spec.page_dtype not in ("int8", "uint8"):
+        return None
+    is_owned = np.zeros((len(args.pages), spec.page_size), bool)
+    for row, (num_tokens, length) in enumerate(spec.rows):
+        at = np.arange(spec.first_visible(length - num_tokens) // spec.page_size * spec.page_size, length)
+        is_owned[args.page_tables[row, at // spec.page_size], at % spec.page_size] = True
+    scales = np.random.default_rng(seed).uniform(0.005, 0.03, args.pages.shape[:4]).astype(np.float32)
+    return np.where(is_owned[:, None, None, :], scales, np.float32(np.nan))
 
 
 def make_sinks(spec: AttentionSpec) -> np.ndarray | None:
@@ -142,6 +186,10 @@ def _variants() -> tuple[AttentionSpec, ...]:
         replace(MIXED, name="mixed-all", window=9, soft_cap=3.0, has_sinks=True),
         replace(DECODE, name="decode-chunk", chunk=16, num_parts=1, num_kv_heads=1, head_dim=40),
         replace(MIXED, name="mixed-chunk", chunk=20, num_parts=1, num_kv_heads=1, page_dtype="bfloat16"),
+        replace(DECODE, name="decode-80-int8", page_dtype="int8", num_kv_heads=6, head_dim=80, page_size=32, num_shared_pages=1),
+        replace(MIXED, name="mixed-96-fp8", page_dtype="uint8", num_heads=4, num_kv_heads=1, head_dim=96, page_size=64, window=30),
+        replace(DECODE, name="decode-192-fp8", page_dtype="uint8", head_dim=192, page_size=256, soft_cap=3.0, has_sinks=True),
+        replace(MIXED, name="mixed-256-int8", page_dtype="int8", num_heads=2, head_dim=256, page_size=8, max_pages=11, chunk=30),
     )
 
 

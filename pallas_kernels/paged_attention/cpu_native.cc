@@ -37,6 +37,8 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint16_t ShortVec __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef int8_t SignedByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint32_t WordVec __attribute__((vector_size(kLanes * 4)));
 
 struct Bfloat16 {
@@ -45,6 +47,14 @@ struct Bfloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t bits;
+};
+struct Float8 {  // e4m3fn: 4 bits of exponent around 7, 3 of mantissa, NaN but no infinity
+  uint8_t bits;
+};
+template <typename T>
+constexpr bool kHasScales = sizeof(T) == 1;
 
 inline Vec splat(float x) { return x - Vec{}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
@@ -61,6 +71,15 @@ inline Vec load(const Float16* p) {
   const Vec subnormal = __builtin_convertvector(reinterpret_cast<IntVec>(magnitude), Vec) * splat(0x1p-24f);
   const Vec absolute = exponent == 0 ? subnormal : normal;
   return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(absolute) | ((word & 0x8000) << 16));
+}
+inline Vec load(const Int8* p) { return __builtin_convertvector(*reinterpret_cast<const SignedByteVec*>(p), Vec); }
+inline Vec load(const Float8* p) {
+  const WordVec word = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), WordVec);
+  const WordVec magnitude = word & 0x7f;
+  const Vec normal = reinterpret_cast<Vec>((magnitude << 20) + (120u << 23));
+  const Vec subnormal = __builtin_convertvector(reinterpret_cast<IntVec>(magnitude), Vec) * splat(0x1p-9f);
+  const Vec absolute = magnitude < 8 ? subnormal : magnitude == 0x7f ? splat(std::numeric_limits<float>::quiet_NaN()) : normal;
+  return reinterpret_cast<Vec>(reinterpret_cast<WordVec>(absolute) | ((word & 0x80) << 24));
 }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
 
@@ -147,6 +166,7 @@ template <typename T>
 struct Step {
   const float* q;
   const T* pages;
+  const float* scales;  // of 8-bit pages: one for each vector
   const int32_t* page_tables;
   const int32_t* row_start;  // unused in decode
   const int32_t* kv_length;
@@ -213,13 +233,14 @@ class Walk {
   int64_t head(int i) const { return item_.kv_head * step_.group + (item_.first_query + i) % step_.group; }
   int64_t query_offset(int i) const { return (token(i) * step_.num_heads + head(i)) * step_.head_dim; }
 
-  // The keys (which = 0) or values (1) of one position of an item's row, and how many more follow it in the same page.
-  std::pair<const T*, int32_t> place(const Item& item, int which, int32_t at) const {
+  // Which of all vectors of the pages is the key (which = 0) or value (1) of one position of an item's row, and how many more
+  // follow it in the same page.
+  std::pair<int64_t, int32_t> place(const Item& item, int which, int32_t at) const {
     const int32_t page_size = step_.page_size, offset = at % page_size;
     const int64_t page = step_.page_tables[item.row * step_.max_pages + at / page_size];
     const int64_t part = std::min<int64_t>(which, step_.num_parts - 1);  // with one part, keys are the values too
     const int64_t index = ((page * step_.num_parts + part) * step_.num_kv_heads + item.kv_head) * page_size + offset;
-    return {step_.pages + index * step_.head_dim, page_size - offset};
+    return {index, page_size - offset};
   }
 
   // Fills `to` with positions [from, from + count), converted; 0 outside [begin_, end_), so that neither a page nobody may read nor
@@ -229,13 +250,17 @@ class Walk {
     const int32_t begin = std::clamp(begin_, from, from + count), end = std::clamp(end_, from, from + count);
     std::fill(to, to + int64_t{begin - from} * padded_dim_, 0.0f);
     for (int32_t at = begin; at < end;) {
-      auto [source, run] = place(item_, which, at);
+      auto [index, run] = place(item_, which, at);
       run = std::min(run, end - at);
-      for (int32_t i = 0; i < run; ++i, source += dim) {
+      for (int32_t i = 0; i < run; ++i, ++index) {
+        const T* source = step_.pages + index * dim;
+        Vec scale = splat(1.0f);
+        if constexpr (kHasScales<T>) scale = splat(step_.scales[index]);
+        const auto scaled = [&](Vec v) { return kHasScales<T> ? v * scale : v; };
         float* target = to + int64_t{at + i - from} * padded_dim_;
         int64_t d = 0;
-        for (; d + kLanes <= dim; d += kLanes) store(target + d, load(source + d));
-        if (d < dim) store(target + d, load_part(source + d, dim - d));
+        for (; d + kLanes <= dim; d += kLanes) store(target + d, scaled(load(source + d)));
+        if (d < dim) store(target + d, scaled(load_part(source + d, dim - d)));
       }
       at += run;
     }
@@ -248,9 +273,9 @@ class Walk {
   __attribute__((always_inline)) inline void prefetch_keys(const Item& item, int which, int32_t from, int count) const {
     const int32_t end = std::min(from + count, step_.kv_length[item.row]);
     for (int32_t at = from; at < end;) {
-      auto [source, run] = place(item, which, at);
+      auto [index, run] = place(item, which, at);
       run = std::min(run, end - at);
-      const char* first = reinterpret_cast<const char*>(source);
+      const char* first = reinterpret_cast<const char*>(step_.pages + index * step_.head_dim);
       for (int64_t i = 0; i < run * step_.head_dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(first + i);
       at += run;
     }
@@ -477,11 +502,12 @@ using Floats = ffi::Buffer<ffi::F32>;
 
 template <typename T>
 ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length, Ints position,
-                Floats sinks, float scale, float soft_cap, int32_t window, int32_t chunk, bool is_decode, float* out) {
+                Floats sinks, Floats kv_scales, float scale, float soft_cap, int32_t window, int32_t chunk, bool is_decode, float* out) {
   const int64_t num_rows = page_tables.dimensions()[0], num_kv_heads = pages.dimensions()[2];
   const int64_t num_tokens = q.dimensions()[0], num_heads = q.dimensions()[1], head_dim = q.dimensions()[2];
   const Step<T> step{.q = q.typed_data(),
                      .pages = static_cast<const T*>(pages.untyped_data()),
+                     .scales = kv_scales.typed_data(),
                      .page_tables = page_tables.typed_data(),
                      .row_start = row_start.typed_data(),
                      .kv_length = kv_length.typed_data(),
@@ -505,11 +531,11 @@ ffi::Error call(ffi::ThreadPool& pool, Floats q, ffi::AnyBuffer pages, Ints page
 }
 
 ffi::Error paged_attention(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer pages, Ints page_tables, Ints row_start, Ints kv_length,
-                           Ints position, Floats sinks, float scale, float soft_cap, int32_t window, int32_t chunk, bool is_decode,
-                           ffi::ResultBuffer<ffi::F32> out) {
+                           Ints position, Floats sinks, Floats kv_scales, float scale, float soft_cap, int32_t window, int32_t chunk,
+                           bool is_decode, ffi::ResultBuffer<ffi::F32> out) {
   const auto with = [&](auto element) {
-    return call<decltype(element)>(pool, q, pages, page_tables, row_start, kv_length, position, sinks, scale, soft_cap, window, chunk, is_decode,
-                                   out->typed_data());
+    return call<decltype(element)>(pool, q, pages, page_tables, row_start, kv_length, position, sinks, kv_scales, scale, soft_cap, window,
+                                   chunk, is_decode, out->typed_data());
   };
   switch (pages.element_type()) {
     case ffi::F32:
@@ -518,8 +544,12 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer pages,
       return with(Bfloat16{});
     case ffi::F16:
       return with(Float16{});
+    case ffi::S8:
+      return with(Int8{});
+    case ffi::U8:
+      return with(Float8{});
     default:
-      return ffi::Error::InvalidArgument("pages must be float32, bfloat16 or float16");
+      return ffi::Error::InvalidArgument("pages must be float32, bfloat16, float16, int8 or uint8");
   }
 }
 
@@ -534,6 +564,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
                                   .Arg<Ints>()
                                   .Arg<Ints>()
                                   .Arg<Ints>()
+                                  .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native import NativeUnavailable, load_library
-
-if TYPE_CHECKING:
-    from pallas_kernels.dispatch import Needs
 
 SOURCE = Path(__file__).with_name("cpu_native.cc")
 
@@ -42,11 +38,6 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def lacks(needs: Needs, capability: tuple[int, int] | None) -> str | None:
-    """What the kernel cannot serve."""
-    return f"{needs.page_dtype} pages" if needs.page_dtype in ("int8", "uint8") else None
-
-
 def paged_attention(
     q: jax.Array,
     pages: jax.Array,
@@ -64,8 +55,7 @@ def paged_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `api.paged_attention`; no quantized pages. `token_row` says what `row_start` says, so the kernel does not take it."""
-    assert kv_scales is None
+    """See `api.paged_attention`. `token_row` says what `row_start` says, so the kernel does not take it."""
     call = jax.ffi.ffi_call(_target(), jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out = call(
         q.astype(jnp.float32),
@@ -75,6 +65,7 @@ def paged_attention(
         kv_length,
         position,
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.zeros(0, jnp.float32) if kv_scales is None else kv_scales,
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int32(window or 0),

@@ -9,11 +9,21 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, paged_attention, write_kv
-from pallas_kernels.paged_attention.arg_specs import DECODE, MIXED, TEST_SPECS, AttentionArgs, AttentionSpec, make_args, make_sinks
+from pallas_kernels.paged_attention.arg_specs import (
+    DECODE,
+    MIXED,
+    TEST_SPECS,
+    AttentionArgs,
+    AttentionSpec,
+    make_args,
+    make_scales,
+    make_sinks,
+)
 
 FAST = [name for name, reason in dispatch.available().items() if reason is None and name != "reference"]
 SCALE = 0.125
@@ -33,12 +43,22 @@ def compiled(spec: AttentionSpec, implementation: str) -> Callable[..., jax.Arra
 
 
 def run(spec: AttentionSpec, args: AttentionArgs, implementation: str) -> np.ndarray:
-    return np.asarray(compiled(spec, implementation)(*args))
+    return np.asarray(compiled(spec, implementation)(*args, kv_scales=make_scales(spec, args)))
+
+
+def exact_pages(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
+    """The numbers that the pages stand for, in float64."""
+    scales = make_scales(spec, args)
+    if scales is None:
+        return args.pages.astype(np.float64)
+    numbers = args.pages if spec.page_dtype == "int8" else args.pages.view(ml_dtypes.float8_e4m3fn)
+    return numbers.astype(np.float64) * scales[..., None]
 
 
 def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
     """One token and one head at a time in float64, touching only the keys that the token may see."""
-    q, pages, tables, _, kv_length, token_row, position = args
+    q, _, tables, _, kv_length, token_row, position = args
+    pages = exact_pages(spec, args)
     sinks = make_sinks(spec)
     out = np.zeros(q.shape)
     for token, row in enumerate(token_row):
@@ -50,7 +70,7 @@ def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
             kv_head = head // (spec.num_heads // spec.num_kv_heads)
             keys, values = [], []
             for s in range(first, last + 1):
-                page = pages[tables[row, s // spec.page_size], :, kv_head, s % spec.page_size].astype(np.float64)
+                page = pages[tables[row, s // spec.page_size], :, kv_head, s % spec.page_size]
                 keys.append(page[0])
                 values.append(page[-1])
             scores = np.array(keys) @ q[token, head].astype(np.float64) * SCALE
@@ -62,16 +82,16 @@ def brute_force(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
     return out
 
 
-def assert_close(actual: np.ndarray, expected: np.ndarray, args: AttentionArgs) -> None:
+def assert_close(spec: AttentionSpec, actual: np.ndarray, expected: np.ndarray, args: AttentionArgs) -> None:
     """Within 1e-5 of the largest value: all implementations compute in float32 whatever the pages' dtype."""
-    largest = np.nanmax(np.abs(args.pages[:, -1].astype(np.float32)))
+    largest = np.nanmax(np.abs(exact_pages(spec, args)[:, -1]))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("spec", TEST_SPECS, ids=lambda spec: spec.name)
 def test_reference_is_the_definition(spec: AttentionSpec) -> None:
     args = make_args(spec)
-    assert_close(run(spec, args, "reference"), brute_force(spec, args), args)
+    assert_close(spec, run(spec, args, "reference"), brute_force(spec, args), args)
 
 
 @pytest.mark.parametrize("implementation", FAST)
@@ -79,7 +99,7 @@ def test_reference_is_the_definition(spec: AttentionSpec) -> None:
 def test_equals_reference(spec: AttentionSpec, implementation: str) -> None:
     args = make_args(spec)
     out = run(spec, args, implementation)
-    assert_close(out, run(spec, args, "reference"), args)
+    assert_close(spec, out, run(spec, args, "reference"), args)
     assert not out[args.token_row == len(args.kv_length)].any(), "padding tokens give 0"
 
 
@@ -94,7 +114,7 @@ def test_edges_of_windows_and_chunks(spec: AttentionSpec, limit: dict[str, int],
     """Each token against its own list of keys; no page below the first visible one may be read, whatever its table entry says."""
     spec = replace(spec, num_heads=2, num_kv_heads=1, head_dim=8, **limit)
     args = make_args(spec)
-    assert_close(run(spec, args, implementation), brute_force(spec, args), args)
+    assert_close(spec, run(spec, args, implementation), brute_force(spec, args), args)
 
 
 @pytest.mark.parametrize("implementation", FAST)
@@ -134,6 +154,20 @@ def test_every_float16_is_read_exactly(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_every_pattern_of_8_bits_is_read_exactly(dtype: str, implementation: str) -> None:
+    """With one key the output is its value: the number that ml_dtypes knows for the pattern, times its scale."""
+    spec = AttentionSpec(
+        name="", rows=((1, 1),), num_heads=1, num_kv_heads=1, head_dim=256, page_size=8, max_pages=1, page_dtype=dtype, is_decode=True
+    )
+    args = make_args(spec)
+    args.pages[args.page_tables[0, 0], 1, 0, 0] = np.arange(256).astype(args.pages.dtype)
+    np.testing.assert_array_equal(
+        run(spec, args, implementation)[0, 0], exact_pages(spec, args)[args.page_tables[0, 0], 1, 0, 0].astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("implementation", FAST)
 def test_bf16_output(implementation: str) -> None:
     """A bf16 query gives a bf16 output, one rounding away from the float32 one."""
     spec = next(spec for spec in TEST_SPECS if spec.name == "mixed-bf16")
@@ -158,7 +192,7 @@ def test_page_past_two_to_the_31_bytes(implementation: str) -> None:
     far = aligned.view(np.float32).reshape(num_pages, *args.pages.shape[1:])
     far[num_pages - 1] = args.pages[args.page_tables[0, 0]]
     tables = np.full_like(args.page_tables, num_pages - 1)
-    assert_close(run(spec, args._replace(pages=far, page_tables=tables), implementation), brute_force(spec, args), args)
+    assert_close(spec, run(spec, args._replace(pages=far, page_tables=tables), implementation), brute_force(spec, args), args)
 
 
 @pytest.mark.parametrize("implementation", FAST)
