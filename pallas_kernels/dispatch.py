@@ -134,7 +134,8 @@ def _check_name(implementation: str) -> None:
 def _missing(implementation: str) -> str | None:
     """Software that an implementation needs and this machine does not have."""
     if implementation == "cpu_native":
-        return native_attention.unavailable_reason() or native_linear.unavailable_reason()
+        reason = native_attention.unavailable_reason() or native_linear.unavailable_reason()
+        return f"a native build ({reason})" if reason else None
     if implementation == "triton" and (find_spec("triton") is None or find_spec("jax_triton") is None):
         return "the packages triton and jax-triton (extra cuda12)"
     return None
