@@ -79,9 +79,9 @@ class EngineConfig:
     async_scheduling: bool = setting(True, "Schedule and prepare a step while the one before it runs on the device.", group="execution")
     attention_backend: str = setting(
         "auto",
-        "Implementation of attention and of the products with weights.",
+        "Implementation of attention and of the products with weights; auto is the best that the device and the model allow.",
         group="execution",
-        choices=("auto", "reference", "xla", "cpu_native"),
+        choices=("auto", "cpu_native", "mosaic_gpu", "triton", "xla", "reference"),
     )
     compilation_cache_dir: str | None = setting(
         None, "Persistent compile cache; default under the jaxserve cache directory.", group="execution"

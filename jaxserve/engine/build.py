@@ -29,6 +29,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.backend import choose_backend
 from jaxserve.runner.compile import set_up_compile_cache
 from jaxserve.runner.device import choose_dtype, set_up_device
 from jaxserve.runner.memory import (
@@ -45,7 +46,6 @@ from jaxserve.runner.memory import (
 )
 from jaxserve.runner.runner import ModelRunner, RunnerShape, penalty_state_shapes, recurrent_state_shapes, slot_state_shapes
 from jaxserve.scheduler.scheduler import Scheduler
-from pallas_kernels import dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +94,15 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         spec = resolve_spec(checkpoint.config)
         detail(str(checkpoint.path))
     with timer.stage("kernels") as detail:
-        attention, attention_reason = _choose_attention(config, device)  # the first time this builds the native ones
-        detail(attention)
-    with timer.stage("weights") as detail:
         dtype = choose_dtype(config.dtype, device, spec)
         model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
         shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids)
         detail(f"{plan.num_pages:,} pages")
+        attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
+        detail(f"{attention} ({attention_reason})")
+    with timer.stage("weights") as detail:
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
             logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
@@ -140,12 +140,6 @@ class _Timer:
         started = time.perf_counter()
         yield details.append
         self.report(name, time.perf_counter() - started, "".join(details))
-
-
-def _choose_attention(config: EngineConfig, device: jax.Device) -> tuple[str, str]:
-    if config.attention_backend != "auto":
-        return config.attention_backend, "attention_backend"
-    return dispatch.choose(dispatch.this_device(device))
 
 
 def _plan_memory(

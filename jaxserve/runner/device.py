@@ -115,8 +115,8 @@ def report() -> str:
     except ConfigError as error:
         problem = str(error)
         device = set_up_device(EngineConfig(model="", device="cpu"))
-    attention, reason = dispatch.choose(dispatch.this_device(device))
-    others = {name: why for name, why in dispatch.available(dispatch.this_device(device)).items() if why is not None}
+    here = dispatch.this_device(device)
+    attention, reason = dispatch.choose(here)
     rows = [
         ("jaxserve", f"{jaxserve.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("versions", ", ".join(f"{name} {_version(name)}" for name in REPORTED_PACKAGES)),
@@ -126,12 +126,17 @@ def report() -> str:
         ("threads", f"{os.environ.get(THREADS_VARIABLE) or os.environ.get('NPROC') or usable_cores()}, of {os.cpu_count()} cores"),
         ("memory", _memory_line(device)),
         ("attention", f"{attention} ({reason})"),
-        *(("", f"not {name}: {why}") for name, why in others.items()),
+        *(("", f"{name}: {_standing(name, lack)}") for name, lack in dispatch.available(here).items() if name != attention),
         ("cache directory", str(cache_dir())),
     ]
     if problem is not None:
         rows.append(("PROBLEM", problem))
     return "\n".join(f"{name:<17}{text}" for name, text in rows)
+
+
+def _standing(implementation: str, lack: str | None) -> str:
+    """Why an implementation was not taken for a plain layer."""
+    return f"serves here too, comes later; --attention-backend {implementation} forces it" if lack is None else f"lacks {lack}"
 
 
 def _memory_line(device: jax.Device) -> str:

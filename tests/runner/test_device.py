@@ -88,6 +88,12 @@ def test_report_names_devices_versions_and_attention() -> None:
     assert "PROBLEM" not in text
 
 
+def test_report_gives_each_kernel_its_reason() -> None:
+    lines = dict(line.strip().split(": ", 1) for line in report().splitlines() if line.startswith(" "))
+    assert lines["triton"] == lines["mosaic_gpu"] == "lacks an NVIDIA GPU, this is a cpu"
+    assert lines["reference"] == "serves here too, comes later; --attention-backend reference forces it"
+
+
 def test_report_shows_a_driver_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "nvidia_driver", lambda: "570.1")
     monkeypatch.setattr(device_module, "cuda_plugin", lambda: None)

@@ -1,0 +1,61 @@
+"""Which implementation of the kernels serves a model: chosen by what its layers need, or forced and then checked.
+
+The choice itself is `pallas_kernels.dispatch`; here a `ModelSpec` becomes the needs of its layers, and what a forced implementation lacks
+an error. Knows no weights.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, RecurrentSpec
+from pallas_kernels import dispatch
+
+
+def choose_backend(config: EngineConfig, spec: ModelSpec, dtype: str, device: jax.Device) -> tuple[str, str]:
+    """The implementation for all of a model's layers, and one clause that says why.
+
+    Args:
+        dtype: Of activations and pages.
+
+    Raises:
+        ConfigError: `attention_backend` names one that cannot serve this model on this device.
+    """
+    needs = layer_needs(spec, config.page_size, dtype)
+    here = dispatch.this_device(device)
+    wanted = config.attention_backend
+    if wanted == "auto":
+        return dispatch.choose(here, *needs)
+    if (reason := dispatch.lacks(wanted, here, *needs)) is not None:
+        usable = [name for name, lack in dispatch.available(here, *needs).items() if lack is None]
+        raise ConfigError(
+            f"attention_backend is {wanted}, which cannot serve this model here; {wanted} lacks: {reason}. "
+            f"Leave it at auto, or take one of {', '.join(usable)}."
+        )
+    return wanted, "asked for with attention_backend"
+
+
+def layer_needs(spec: ModelSpec, page_size: int, dtype: str) -> tuple[dispatch.Needs, ...]:
+    """What the layers that have pages ask of `paged_attention`, each kind once."""
+    kinds = dict.fromkeys(layer.attention for layer in spec.layers)
+    return tuple(_needs(kind, page_size, dtype) for kind in kinds if not isinstance(kind, RecurrentSpec))
+
+
+def _needs(attention: AttentionSpec | LatentAttentionSpec, page_size: int, dtype: str) -> dispatch.Needs:
+    if isinstance(attention, LatentAttentionSpec):
+        return dispatch.Needs(
+            head_dim=attention.head_dim, page_size=page_size, page_dtype=dtype, q_dtype=dtype, num_parts=1, group=attention.num_heads
+        )
+    return dispatch.Needs(
+        head_dim=attention.head_dim,
+        page_size=page_size,
+        page_dtype=dtype,
+        q_dtype=dtype,
+        group=attention.num_query_groups,
+        window=attention.window,
+        chunk=attention.chunk,
+        soft_cap=attention.soft_cap,
+        has_sinks=attention.has_sinks,
+    )
