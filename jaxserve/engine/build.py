@@ -95,14 +95,14 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         detail(str(checkpoint.path))
     with timer.stage("kernels") as detail:
         dtype = choose_dtype(config.dtype, device, spec)
+        attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
+        detail(f"{attention} ({attention_reason})")
+    with timer.stage("weights") as detail:
         model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
         shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids)
         detail(f"{plan.num_pages:,} pages")
-        attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
-        detail(f"{attention} ({attention_reason})")
-    with timer.stage("weights") as detail:
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
             logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
