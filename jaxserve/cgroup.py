@@ -1,7 +1,7 @@
-"""What the machine and the container allow this process: CPU cores and memory, from cgroup v2 or v1. Plain file reading; knows no JAX.
+"""What the machine and the container allow this process: CPU cores and memory, from cgroup v2 or v1. Knows no JAX.
 
 A limit may stand at any level above the process, so all of them are read. Next: `runner.device` (threads), `runner.memory` and
-`serve.supervisor` (front ends).
+`serve.supervisor` (front ends, shares of engines).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 MOUNT = "sys/fs/cgroup"
 
@@ -33,6 +35,13 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if quota not in ("max", "-1") and period:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the machine has available, or less where its container has a limit."""
+    available: int = psutil.virtual_memory().available
+    headroom = memory_headroom()
+    return available if headroom is None else min(available, headroom)
 
 
 def memory_headroom(root: Path = Path("/")) -> int | None:

@@ -110,12 +110,19 @@ class ServerConfig:
     api_server_count: int | None = setting(
         None, "Front-end processes that share the ports; default 2 from four CPU cores on, else 1.", group="server", low=1, high=64
     )
+    data_parallel_size: int = setting(
+        1,
+        "Engines, each with the whole model, GPUs and KV pages of its own; requests are spread over them.",
+        group="server",
+        low=1,
+        high=64,
+    )
     shutdown_timeout: float = setting(
         30.0, "Seconds that open requests may still run when the server is told to stop.", group="server", low=0
     )
     max_restarts: int = setting(
         5,
-        "Times in ten minutes that one process which died (the engine, or a front end) is started again before the server gives up.",
+        "Times in ten minutes that one process which died (an engine, or a front end) is started again before the server gives up.",
         group="server",
         low=0,
     )
@@ -124,7 +131,11 @@ class ServerConfig:
     )
 
     max_waiting: int | None = setting(
-        None, "Most waiting sequences; beyond it requests are refused (429). Default 4 x max_num_seqs.", group="limits", kind="count", low=1
+        None,
+        "Most waiting sequences of an engine; beyond it requests are refused (429). Default 4 x max_num_seqs.",
+        group="limits",
+        kind="count",
+        low=1,
     )
     max_request_bytes: int = setting(16 * 2**20, "Largest body of a request.", group="limits", kind="bytes", low=1024)
     request_timeout: float | None = setting(

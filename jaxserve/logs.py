@@ -22,11 +22,12 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 _HANDLER_NAME = "jaxserve"
 
 
-def set_up_logging(log_format: str = "auto") -> None:
+def set_up_logging(log_format: str = "auto", part: str = "") -> None:
     """Our lines from INFO on, everybody else's and Python's warnings from WARNING on, all to stderr; a second call replaces the first.
 
     Args:
         log_format: "text", "json", or "auto": text when stderr is a terminal.
+        part: What this process is among several of its kind, such as "engine 1": every line says so. Empty where there is but one.
     """
     root = logging.getLogger()
     for handler in root.handlers[:]:
@@ -35,7 +36,7 @@ def set_up_logging(log_format: str = "auto") -> None:
     is_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name(_HANDLER_NAME)
-    handler.setFormatter(JsonFormatter() if is_json else TextFormatter())
+    handler.setFormatter(JsonFormatter(part) if is_json else TextFormatter(part))
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(logging.INFO)
@@ -55,8 +56,8 @@ def announce(text: str, level: int = logging.INFO) -> None:
 class TextFormatter(logging.Formatter):
     """A line for people, with the request's id at its end."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, part: str = "") -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {part + ', ' if part else ''}%(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without the exception."""
@@ -65,7 +66,11 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: time (UTC), level, logger, message, process, and request_id and exception where there are any."""
+    """One JSON object: time (UTC), level, logger, message, process, and part, request_id and exception where there are any."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__()
+        self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -76,6 +81,8 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "process": record.process,
         }
+        if self._part:
+            line["part"] = self._part
         if given := request_id.get():
             line["request_id"] = given
         if record.exc_info:

@@ -108,6 +108,8 @@ def read_engine_config(model: Any, settings: Mapping[str, Any], owner: str) -> E
     names = {name: spec.name for spec in fields(EngineConfig) for name in (spec.name, *spec.metadata.get("aliases", ()))}
     values: dict[str, Any] = {}
     for given, value in settings.items():
+        if given in {spec.name for spec in fields(ServerConfig)}:
+            raise ConfigError(f"{owner} is one engine in this process; {given} is a setting of a server: start one with `jaxserve serve`.")
         if given not in names:
             raise ConfigError(f"{owner} has no setting {given!r}.{nearest(given, list(names))}")
         if names[given] in values:

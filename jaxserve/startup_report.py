@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.info import EngineInfo, engine_name
 
 
 def stage_line(name: str, seconds: float, detail: str = "") -> str:
@@ -21,34 +21,37 @@ def stage_line(name: str, seconds: float, detail: str = "") -> str:
     return f"  {name:<28}{seconds:8.2f} s" + (f"  {detail}" if detail else "")
 
 
-def summary(info: EngineInfo, endpoints: Mapping[str, str], changes: Iterable[tuple[str, str, str]] = ()) -> str:
+def summary(infos: Sequence[EngineInfo], endpoints: Mapping[str, str], changes: Iterable[tuple[str, str, str]] = ()) -> str:
     """The summary, one fact a line.
 
     Args:
-        info: About the engine.
+        infos: About each engine. All have the same settings, so facts are those of the first, but for a line about each of several.
         endpoints: Protocol to address, such as {"HTTP": "http://127.0.0.1:8000"}.
         changes: Settings that differ from their defaults: name, value, origin (see `changed_settings`).
     """
-    num_usable_pages = info.num_pages - 1  # the null page holds no tokens
-    num_tokens = num_usable_pages * info.page_size
-    concurrency = num_tokens / info.max_model_len
+    info = infos[0]
+    concurrency = (info.num_pages - 1) * info.page_size / info.max_model_len
     cached = f", {info.num_cached_programs} of them from the compile cache" if info.num_cached_programs else ""
     rows = [
         ("model", info.model),
         ("dtype", info.dtype),
         ("device", info.device),
         ("attention", f"{info.attention} ({info.attention_reason})"),
-        (
-            "KV cache",
-            f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {size(info.kv_cache_bytes)}",
-        ),
+        ("KV cache", _kv_cache(info)),
         ("context", f"{info.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
         ("step", f"at most {info.max_num_seqs:,} sequences and {info.max_num_batched_tokens:,} tokens"),
         ("programs", f"{info.num_programs}{cached}"),
+        *((engine_name(i, len(infos)), f"{each.device}, {_kv_cache(each)}") for i, each in enumerate(infos) if len(infos) > 1),
         *endpoints.items(),
         *((name, f"{value} (from {origin})") for name, value, origin in changes),
     ]
     return "\n".join(f"  {name:<28}{value}" for name, value in rows)
+
+
+def _kv_cache(info: EngineInfo) -> str:
+    num_usable_pages = info.num_pages - 1  # the null page holds no tokens
+    num_tokens = num_usable_pages * info.page_size
+    return f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {size(info.kv_cache_bytes)}"
 
 
 def changed_settings(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.stats import EngineStats
 from jaxserve.models.registry import FAMILIES, resolve_spec
 from jaxserve.models.spec import ModelSpec, MoESpec
-from jaxserve.serve.engine_metrics import engine_families
+from jaxserve.serve.engine_metrics import EngineReport, engine_families
 from jaxserve.serve.request_metrics import RequestMetrics
 from jaxserve.settings import GROUPS, OTHER_VARIABLES
 
@@ -68,7 +68,7 @@ def commands_table() -> str:
 def metrics_table() -> str:
     """Every family that a scrape may show."""
     families = [
-        *engine_families("PREFIX", "M", EXAMPLE_INFO, EngineStats(), is_up=True),
+        *engine_families("PREFIX", "M", [EngineReport(EXAMPLE_INFO, EngineStats(), is_up=True)]),
         *RequestMetrics("PREFIX", "M", EXAMPLE_INFO.max_model_len).collect(),
     ]
     rows = []

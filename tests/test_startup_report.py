@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.info import EngineInfo
@@ -32,7 +33,7 @@ def test_summary() -> None:
     )
     engine, server = EngineConfig(model="m", max_num_seqs=8), ServerConfig(served_model_name=("a", "b"))
     changes = changed_settings(engine, server, {"model": "--model", "max_num_seqs": "JAXSERVE_MAX_NUM_SEQS", "served_model_name": "c.yaml"})
-    lines = [line.split(maxsplit=1) for line in summary(info, {"HTTP": "http://127.0.0.1:8000"}, changes).splitlines()]
+    lines = [line.split(maxsplit=1) for line in summary([info], {"HTTP": "http://127.0.0.1:8000"}, changes).splitlines()]
     assert lines == [
         ["model", "llama, 30 layers"],
         ["dtype", "float32"],
@@ -45,6 +46,13 @@ def test_summary() -> None:
         ["HTTP", "http://127.0.0.1:8000"],
         ["max_num_seqs", "8 (from JAXSERVE_MAX_NUM_SEQS)"],
         ["served_model_name", "a, b (from c.yaml)"],
+    ]
+    fewer = replace(info, device="cpu, 1 threads", num_pages=51, kv_cache_bytes=3 * 2**28)
+    rest = summary([info, fewer], {"HTTP": "http://127.0.0.1:8000"}).splitlines()[8:]
+    assert [line.split(maxsplit=2) for line in rest] == [
+        ["engine", "0", "cpu, 2 threads, 100 pages x 16 = 1,600 tokens, 1.5 GiB"],
+        ["engine", "1", "cpu, 1 threads, 50 pages x 16 = 800 tokens, 768.0 MiB"],
+        ["HTTP", "http://127.0.0.1:8000"],
     ]
 
 

@@ -28,7 +28,7 @@ def main() -> int:
     from jaxserve.engine.profiler import Profiler
 
     try:
-        engine = build_engine(EngineConfig(**orders["config"]), reports.stage)
+        engine = build_engine(EngineConfig(**orders["config"]), reports.stage, max_host_bytes=orders["max_host_bytes"])
     except JaxserveError as error:
         announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2

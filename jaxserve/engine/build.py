@@ -75,8 +75,13 @@ _GENERATION_FIELDS = {
 """What generation_config.json may say about sampling, and our names for it."""
 
 
-def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
+def build_engine(config: EngineConfig, stage: Stage | None = None, *, max_host_bytes: int | None = None) -> Engine:
     """An engine ready for its first request.
+
+    Args:
+        config: What was asked for.
+        stage: Told of each stage of start-up.
+        max_host_bytes: Memory of the machine that this process may take where the model runs on the CPU; None is all that is free.
 
     Raises:
         ConfigError: A setting does not fit this machine or this model.
@@ -101,7 +106,7 @@ def build_engine(config: EngineConfig, stage: Stage | None = None) -> Engine:
         model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
-        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids)
+        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids, max_host_bytes)
         detail(f"{plan.num_pages:,} pages")
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
@@ -150,6 +155,7 @@ def _plan_memory(
     device: jax.Device,
     cache_directory: Path,
     num_token_ids: int | None,
+    max_host_bytes: int | None,
 ) -> tuple[RunnerShape, MemoryPlan]:
     """Decides the number of pages and the longest sequence, hence every shape."""
     defaults = _DEFAULT_LIMITS["cpu" if device.platform == "cpu" else "gpu"]
@@ -174,7 +180,13 @@ def _plan_memory(
     state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
     recurrent_bytes = tree_bytes(recurrent_state_shapes(spec, shape.num_slots))
     temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, device)
-    budget = kv_budget(config, device, state_bytes=state_bytes + recurrent_bytes, temporaries_bytes=temporaries_bytes)
+    budget = kv_budget(
+        config,
+        device,
+        state_bytes=state_bytes + recurrent_bytes,
+        temporaries_bytes=temporaries_bytes,
+        max_host_bytes=max_host_bytes,
+    )
     bytes_per_page = page_bytes(spec, config.page_size, dtype)
     key = num_pages_key(spec, config, dtype, device)
     num_pages = choose_num_pages(config, budget, bytes_per_page, key=key, cache_directory=cache_directory)

@@ -32,7 +32,7 @@ def read_orders() -> dict[str, Any]:
         raise SystemExit("this process is started by `jaxserve serve`") from None
     if os.getppid() != orders["parent_pid"]:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
-    set_up_logging(orders["log_format"])
+    set_up_logging(orders["log_format"], orders["part"])
     return orders
 
 

@@ -11,6 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+def engine_name(number: int, count: int) -> str:
+    """What people read of one of `count` engines."""
+    return "the engine" if count == 1 else f"engine {number}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """Facts that never change while the engine lives.

@@ -7,7 +7,7 @@
         async for event in stream: ...
 
 Connects again for ever: when the engine goes away, every open request raises EngineUnavailable at once, and so do new ones until
-it is back. Knows no text. Next: `event_stream`, what a caller reads; `link_server`, the other end.
+it is back. Knows no text. Next: `event_stream`, what a caller reads; `replicas`, for several engines; `link_server`, the other end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from jaxserve.core.request import Request
 from jaxserve.engine import link_codec, link_pb2, link_pb2_grpc
 from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.routing import Load
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import EngineUnavailable, InvalidRequest
+from jaxserve.errors import EngineUnavailable, InvalidRequest, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,26 @@ class EngineClient:
     Args:
         address: Of EngineLink, `unix:/path` or `host:port`.
         max_stall_s: Seconds without progress of the engine's loop, while it has work, from which on it counts as stalled.
+        name: What clients and the log read of it.
+        on_overloaded: Called with the id of a request that the engine has no room for; True when it is served elsewhere.
+
+    Attributes:
+        num_connections: Engines there have been: one that was started again is another one, with an empty cache.
+        last_stats: What the engine said last of itself; None while there is no engine.
     """
 
-    def __init__(self, address: str, *, max_stall_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_stall_s: float = 30.0,
+        name: str = "the engine",
+        on_overloaded: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self._address = address
         self._max_stall_s = max_stall_s
+        self._name = name
+        self._on_overloaded = on_overloaded
         self._info: EngineInfo | None = None
         self._connection: _Connection | None = None
         self._connected = asyncio.Event()
@@ -67,9 +83,11 @@ class EngineClient:
         self._was_healthy = False
         self._num_silent_ticks = 0
         self._streams: dict[str, EventStream] = {}
+        self._num_sequences: dict[str, int] = {}
+        self._num_sequences_then = 0  # all of them when the last heartbeat came
         self._tasks: list[asyncio.Task[None]] = []
+        self.num_connections = 0
         self.last_stats: EngineStats | None = None
-        """What the engine said last of itself; None while there is no engine."""
 
     def start(self) -> None:
         """Begins to connect, and to watch; returns at once."""
@@ -112,10 +130,18 @@ class EngineClient:
         if self._connection is None:
             if self._info is None:
                 return "the model is still loading; send the request again in a while."
-            return f"the engine is restarting ({self._lost_reason}); send the request again in a while."
+            return f"{self._name} is restarting ({self._lost_reason}); send the request again in a while."
         if self._is_silent or self._is_stalled:
-            return "the engine is stalled: it makes no progress; send the request again in a while."
+            return f"{self._name} is stalled: it makes no progress; send the request again in a while."
         return ""
+
+    @property
+    def load(self) -> Load:
+        """What the engine has to do, as far as it is known here."""
+        num_seats = 1 if self._info is None else self._info.max_num_seqs
+        num_own = sum(self._num_sequences.values())
+        stats = self.last_stats or EngineStats()
+        return Load.estimate(stats, num_seats, num_own_then=self._num_sequences_then, num_own=num_own)
 
     @property
     def num_open(self) -> int:
@@ -132,18 +158,23 @@ class EngineClient:
             raise EngineUnavailable(self.why)
         stream = EventStream(self, requests)
         for request in requests:
-            assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
-            self._streams[request.request_id] = stream
-            self._send(link_codec.encode_add(request))
+            self.send(request, stream)
         return stream
+
+    def send(self, request: Request, stream: EventStream) -> None:
+        """Sends a request whose events the stream is waiting for; there must be an engine."""
+        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+        self._streams[request.request_id] = stream
+        self._num_sequences[request.request_id] = request.params.n
+        self._command(link_codec.encode_add(request))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request or one of its sequences; a stream still open gets its events with finish_reason abort."""
-        self._send(link_codec.encode_abort(request_id, index))
+        self._command(link_codec.encode_abort(request_id, index))
 
     def abort_label(self, label: str) -> None:
         """Ends every request with this label, whichever front end it came from, as `abort` does."""
-        self._send(link_codec.encode_abort_label(label))
+        self._command(link_codec.encode_abort_label(label))
 
     def abort_all(self) -> None:
         """Ends every open request of this front end with finish_reason abort, without waiting for the engine."""
@@ -153,6 +184,7 @@ class EngineClient:
     def forget(self, request_id: str) -> None:
         """Called by a stream that wants no more events."""
         self._streams.pop(request_id, None)
+        self._num_sequences.pop(request_id, None)
 
     async def stats(self) -> EngineStats:
         """The engine's figures right now; raises EngineUnavailable when it does not answer."""
@@ -179,9 +211,9 @@ class EngineClient:
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                 raise InvalidRequest(error.details() or "refused by the engine") from None
-            raise EngineUnavailable(self.why or f"the engine does not answer: {error.details()}") from None
+            raise EngineUnavailable(self.why or f"{self._name} does not answer: {error.details()}") from None
 
-    def _send(self, command: link_pb2.Command) -> None:
+    def _command(self, command: link_pb2.Command) -> None:
         if self._connection is not None:
             self._connection.send(command)
 
@@ -197,9 +229,9 @@ class EngineClient:
         while True:
             try:
                 response = await self._stub.GetInfo(link_pb2.GetInfoRequest(), wait_for_ready=True)
-                connection = _Connection(self._stub)
+                connection = _Connection(self._stub, self._name)
             except grpc.aio.AioRpcError as error:
-                logger.debug("no engine at %s: %s", self._address, error.details())
+                logger.debug("%s is not at %s: %s", self._name, self._address, error.details())
             else:
                 info = EngineInfo.from_json(response.info_json)
                 try:
@@ -212,14 +244,16 @@ class EngineClient:
             await asyncio.sleep(RECONNECT_S)
 
     def _begin(self, connection: _Connection, info: EngineInfo) -> None:
-        logger.info("connected to the engine at %s", self._address)
+        logger.info("connected to %s at %s", self._name, self._address)
         self._connection, self._info = connection, info
+        self.num_connections += 1
         self._connected.set()
 
     def _on_message(self, connection: _Connection, info: EngineInfo, message: link_pb2.FromEngine) -> None:
         self._num_silent_ticks = 0
         if message.HasField("heartbeat"):
             self.last_stats = link_codec.decode_stats(message.heartbeat)
+            self._num_sequences_then = sum(self._num_sequences.values())
         if not self.is_connected and not message.failure:  # an engine that is about to end still answers, but only that
             self._begin(connection, info)
         self._tell()
@@ -230,8 +264,11 @@ class EngineClient:
             if (stream := self._streams.get(event.request_id)) is not None:
                 stream.put(event)
         for rejection in message.rejections:
+            error = link_codec.decode_rejection(rejection)
+            if isinstance(error, Overloaded) and self._on_overloaded(rejection.request_id):
+                continue
             if (stream := self._streams.get(rejection.request_id)) is not None:
-                stream.fail(link_codec.decode_rejection(rejection))
+                stream.fail(error)
 
     def _lose(self, reason: str) -> None:
         """The engine is gone: every open request fails."""
@@ -262,8 +299,9 @@ class EngineClient:
 class _Connection:
     """One `Connect` stream: commands out in order, messages in, until it breaks."""
 
-    def __init__(self, stub: link_pb2_grpc.EngineLinkStub) -> None:
+    def __init__(self, stub: link_pb2_grpc.EngineLinkStub, engine_name: str) -> None:
         self._call = stub.Connect()
+        self._engine_name = engine_name
         self._commands: asyncio.Queue[link_pb2.Command] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 
@@ -272,17 +310,17 @@ class _Connection:
 
     async def receive(self, on_message: Callable[[link_pb2.FromEngine], None]) -> str:
         """Hands on each message; returns why there are no more."""
-        reason = "the engine closed its connection"
+        reason = f"{self._engine_name} closed its connection"
         try:
             async for message in self._call:
                 on_message(message)
                 reason = message.failure or reason
         except grpc.aio.AioRpcError as error:
-            logger.warning("the connection to the engine broke: %s", error.details())
-            reason = "the engine has gone away"
+            logger.warning("the connection to %s broke: %s", self._engine_name, error.details())
+            reason = f"{self._engine_name} has gone away"
         except Exception:
-            logger.exception("a message of the engine could not be taken in")
-            reason = "this front end could not read the engine's answer"
+            logger.exception("a message of %s could not be taken in", self._engine_name)
+            reason = f"this front end could not read an answer of {self._engine_name}"
         return reason
 
     def close(self) -> None:

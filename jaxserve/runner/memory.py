@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import psutil
 from jax.typing import DTypeLike
 
-from jaxserve.cgroup import memory_headroom
+from jaxserve.cgroup import free_memory
 from jaxserve.config import EngineConfig, GroupLimits
 from jaxserve.core.page_counts import longest_fit
 from jaxserve.errors import ConfigError
@@ -96,17 +96,24 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0, temporaries_bytes: int = 0) -> Budget:
+def kv_budget(
+    config: EngineConfig, device: jax.Device, *, state_bytes: int = 0, temporaries_bytes: int = 0, max_host_bytes: int | None = None
+) -> Budget:
     """Memory for KV pages. To be asked once the weights are loaded, so that they count as taken.
 
     The configured size where there is one; on CPU 1 GiB, bounded by a quarter of what is free; on GPU all of jaxserve's share that
     weights, state and temporaries leave, but 1 GiB.
 
+    Args:
+        config, device: What was asked for, and where.
+        state_bytes, temporaries_bytes: What slots and the largest step take beside the pages.
+        max_host_bytes: Memory of the machine that this process may take in all, on CPU; None is no limit.
+
     Raises:
         ConfigError: The configured size is more than there is, or state and temporaries leave nothing.
     """
     if device.platform == "cpu":
-        free = free_host_bytes() - state_bytes - temporaries_bytes
+        free = free_host_bytes(max_host_bytes) - state_bytes - temporaries_bytes
         reason = "the default of 1 GiB" if free >= 4 * GIB else "a quarter of the free memory"
         default = Budget(min(CPU_DEFAULT_BYTES, free // 4), reason, free)
     else:
@@ -128,11 +135,13 @@ def kv_budget(config: EngineConfig, device: jax.Device, *, state_bytes: int = 0,
     return Budget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes", free)
 
 
-def free_host_bytes() -> int:
-    """Memory this process may still take: what the machine has available, or less where its container has a limit."""
-    available = psutil.virtual_memory().available
-    headroom = memory_headroom()
-    return available if headroom is None else min(available, headroom)
+def free_host_bytes(max_host_bytes: int | None = None) -> int:
+    """Memory this process may still take, at most `max_host_bytes` in all, where they are given; files mapped into it do not count."""
+    available = free_memory()
+    if max_host_bytes is None:
+        return available
+    taken = psutil.Process().memory_info()
+    return min(available, max_host_bytes - (taken.rss - getattr(taken, "shared", 0)))
 
 
 def choose_num_pages(config: EngineConfig, budget: Budget, bytes_per_page: int, *, key: str, cache_directory: Path | None) -> int:

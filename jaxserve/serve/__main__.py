@@ -1,4 +1,4 @@
-"""The front-end process: HTTP and gRPC in front of an engine. Started by `jaxserve.serve.supervisor`."""
+"""The front-end process: HTTP and gRPC in front of the engines. Started by `jaxserve.serve.supervisor`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> int:
         reports.ready(asdict(endpoints))
 
     try:
-        return asyncio.run(run_front_end(config, orders["engine_address"], on_ready, share_ports=orders["share_ports"]))
+        return asyncio.run(run_front_end(config, orders["engine_addresses"], on_ready, share_ports=orders["share_ports"]))
     except JaxserveError as error:
         announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2

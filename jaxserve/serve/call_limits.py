@@ -30,13 +30,16 @@ def check_num_sequences(num_prompts: int, n: int = 1) -> None:
         )
 
 
-def check_admissible(num_prompts: int, n: int, info: EngineInfo) -> None:
-    """Raises InvalidRequest for a call that would find too little room even in an idle engine."""
+def check_admissible(num_prompts: int, n: int, info: EngineInfo, num_engines: int = 1) -> None:
+    """Raises InvalidRequest for a call that would find too little room even in idle engines; the n of one prompt share an engine."""
     limit = info.max_waiting + info.max_num_seqs
-    if info.max_waiting and num_prompts * n > limit:
+    num_most = n if n > limit else num_prompts * n
+    num_takers = 1 if n > limit else num_engines
+    if info.max_waiting and num_most > num_takers * limit:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; this server takes {limit} at once ({info.max_num_seqs} "
-            f"running, {info.max_waiting} waiting): ask for fewer, or start it with a larger --max-waiting.",
+            f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; this server takes {num_takers * limit} at once"
+            f"{' of one prompt' if num_takers < num_engines else ''} ({num_takers * info.max_num_seqs} "
+            f"running, {num_takers * info.max_waiting} waiting): ask for fewer, or start it with a larger --max-waiting.",
             param="prompt" if n == 1 else "n",
         )
 

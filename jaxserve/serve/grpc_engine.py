@@ -48,7 +48,7 @@ class VllmEngine(VllmEngineServicer):
         self._service = service
         self._has_dev_rpcs = has_dev_rpcs
         self._tokenizer_zip: bytes | None = None
-        self._loads = grpc_messages.Loads()
+        self._loads = [grpc_messages.Loads() for _ in service.client.engines]
         self._start_time_s = time.monotonic()
         self._last_request_time_s = 0.0
 
@@ -60,13 +60,14 @@ class VllmEngine(VllmEngineServicer):
         params = grpc_messages.sampling_params(request.sampling_params, self._service.info.default_sampling_params)
         answer = grpc_messages.Answer(request.stream, prompt, params.logprobs or 0, params.prompt_logprobs or 0)
         label = name_call(request.request_id)
-        async with aclosing(self._service.generate([prompt], params, label=label)) as deltas:
+        engine = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        async with aclosing(self._service.generate([prompt], params, label=label, engine=engine)) as deltas:
             async for delta in deltas:
                 for response in answer.responses(delta):
                     await write(context, response)
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        grpc_messages.check_served(request)
+        grpc_messages.check_served(request, len(self._service.client.engines))
         params = request.sampling_params
         limit = params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
         match request.WhichOneof("input"):
@@ -112,15 +113,18 @@ class VllmEngine(VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
-        """Facts about the server and how busy it is, in sequences; what it does not have (KV transfer, media) is empty."""
-        info, stats = self._service.info, await self._service.client.stats()
+        """Facts about the server and how busy it is, in sequences of all engines; what it does not have (KV transfer, media) is empty.
+
+        `max_num_seqs` is that of one engine, as vLLM gives it.
+        """
+        info, figures = self._service.info, await self._service.client.stats()
         return pb.GetServerInfoResponse(
-            active_requests=stats.num_running + stats.num_waiting,
+            active_requests=sum(stats.num_running + stats.num_waiting for stats in figures.values()),
             is_paused=not self._service.is_ready,
             last_receive_timestamp=self._last_request_time_s,
             uptime_seconds=time.monotonic() - self._start_time_s,
             server_type="vllm-grpc",
-            data_parallel_size=1,
+            data_parallel_size=len(self._service.client.engines),
             kv_cache_dtype=info.dtype,
             block_size=info.page_size,
             attention_backend=info.attention,
@@ -129,13 +133,19 @@ class VllmEngine(VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        """How busy the engine is; see `grpc_messages.Loads`."""
-        if request.HasField("dp_rank") and request.dp_rank != 0:
-            raise InvalidRequest(f"dp_rank is {request.dp_rank}; this server has one engine, rank 0.", param="dp_rank")
-        return self._loads.response(await self._service.client.stats(), self._service.info, time.monotonic())
+        """How busy each engine is that answers, or the one of `dp_rank`; see `grpc_messages.Loads`."""
+        engines = self._service.client.engines
+        if request.HasField("dp_rank"):
+            grpc_messages.check_rank("dp_rank", request.dp_rank, len(engines))
+            figures = {request.dp_rank: await engines[request.dp_rank].stats()}
+        else:
+            figures = await self._service.client.stats()
+        now_s = time.monotonic()
+        loads = [self._loads[rank].load(rank, stats, engines[rank].info, now_s) for rank, stats in figures.items()]
+        return grpc_messages.loads_response(loads)
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext) -> common_pb2.FlushCacheResponse:
-        """Forgets all known prefixes, once the engine has nothing to do; waits `timeout_s` for that."""
+        """Forgets all known prefixes, once the engines have nothing to do; waits `timeout_s` for that."""
         await self._check_dev_rpc(context, "FlushCache")
         end = time.monotonic() + min(max(request.timeout_s, 0.0), MAX_FLUSH_WAIT_S)
         while not (is_flushed := await self._service.client.flush_cache()) and time.monotonic() < end:
@@ -144,7 +154,7 @@ class VllmEngine(VllmEngineServicer):
         return common_pb2.FlushCacheResponse(success=is_flushed, message=message)
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext) -> common_pb2.ProfileResponse:
-        """Starts a trace of the engine by jax.profiler, into `output_dir` or a directory of its own in jaxserve's cache."""
+        """Starts a trace of each engine by jax.profiler, into `output_dir` or a directory of its own in jaxserve's cache."""
         await self._check_dev_rpc(context, "StartProfile")
         grpc_messages.check_profile_served(request)
         directory = request.output_dir or str(profile_directory())

@@ -24,17 +24,22 @@ from jaxserve.serve.delta import Delta
 from jaxserve.serve.openai_answers import finish_reason
 
 
-def check_served(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest, naming it, for a part of the request that this engine does not serve."""
+def check_rank(name: str, rank: int, num_engines: int) -> None:
+    """Raises InvalidRequest when the field `name` is not the number of an engine."""
+    if not 0 <= rank < num_engines:
+        ranks = "one engine, rank 0" if num_engines == 1 else f"{num_engines} engines, ranks 0 to {num_engines - 1}"
+        raise InvalidRequest(f"{name} is {rank}; this server has {ranks}.", param=name)
+
+
+def check_served(request: pb.GenerateRequest, num_engines: int) -> None:
+    """Raises InvalidRequest, naming it, for a part of the request that this server does not serve."""
     for name in ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json"):
         if request.HasField(name):
             raise InvalidRequest(f"{name} is not supported by this engine; leave it out.", param=name)
     if request.extra_mm_inputs:
         raise InvalidRequest("extra_mm_inputs is not supported by this engine; leave it out.", param="extra_mm_inputs")
-    if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
-        raise InvalidRequest(
-            f"data_parallel_rank is {request.data_parallel_rank}; this server has one engine, rank 0.", param="data_parallel_rank"
-        )
+    if request.HasField("data_parallel_rank"):
+        check_rank("data_parallel_rank", request.data_parallel_rank, num_engines)
     constraint = request.sampling_params.WhichOneof("constraint")
     if constraint is not None:
         raise InvalidRequest(f"{constraint} is not supported by this engine; leave it out.", param=constraint)
@@ -84,7 +89,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
 
 
 class Loads:
-    """How busy the engine is, as GetLoads tells it; keeps what the rate of tokens needs from one call to the next."""
+    """How busy one engine is, as GetLoads tells it; keeps what the rate of tokens needs from one call to the next."""
 
     MIN_INTERVAL_S = 0.5
 
@@ -93,7 +98,7 @@ class Loads:
         self._num_tokens = 0
         self._tokens_per_s = 0.0
 
-    def response(self, stats: EngineStats, info: EngineInfo, now_s: float) -> pb.GetLoadsResponse:
+    def load(self, rank: int, stats: EngineStats, info: EngineInfo, now_s: float) -> pb.SchedulerLoad:
         """The figures; `now_s` is `time.monotonic()`. The rate is that since a call before, at least MIN_INTERVAL_S ago."""
         if self._time_s is None or now_s - self._time_s >= self.MIN_INTERVAL_S:
             if self._time_s is not None:
@@ -102,7 +107,8 @@ class Loads:
                 self._tokens_per_s = max(num_tokens, 0) / (now_s - self._time_s)
             self._time_s, self._num_tokens = now_s, stats.num_generated_tokens
         num_pages = max(stats.num_pages - 1, 1)  # the null page holds nothing
-        load = pb.SchedulerLoad(
+        return pb.SchedulerLoad(
+            dp_rank=rank,
             num_running_reqs=stats.num_running,
             num_waiting_reqs=stats.num_waiting,
             num_total_reqs=stats.num_running + stats.num_waiting,
@@ -114,7 +120,11 @@ class Loads:
             utilization=stats.num_running / info.max_num_seqs,
             max_running_requests=info.max_num_seqs,
         )
-        return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[load])
+
+
+def loads_response(loads: Sequence[pb.SchedulerLoad]) -> pb.GetLoadsResponse:
+    """The answer of GetLoads."""
+    return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=len(loads), loads=loads)
 
 
 @dataclass(slots=True)

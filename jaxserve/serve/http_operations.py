@@ -1,6 +1,6 @@
 """The endpoints of those who run a server: health, metrics, load, version, and what --enable-dev-endpoints allows. Names are vLLM's.
 
-Health says why it is bad, in the body of its 503. Next: `service`, which knows; `engine.link_client`, which asks the engine.
+Health says why it is bad, in the body of its 503. Next: `service`, which knows; `engine.replicas`, which asks the engines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OperationsApi:
         ]
 
     async def health(self, request: Request) -> Response:
-        """`GET /health`: 200 while the engine is warm and its heartbeat moves, also while the server drains."""
+        """`GET /health`: 200 while an engine is warm and its heartbeat moves, also while the server drains."""
         if not self._service.is_healthy:
             raise EngineUnavailable(self._service.client.why or "the model is still loading; send the request again in a while.")
         return Response()
@@ -61,9 +61,8 @@ class OperationsApi:
         return Response(body, headers={"content-type": content_type})
 
     async def load(self, request: Request) -> Response:
-        """`GET /load`: sequences in the engine, running and waiting, of every front end."""
-        stats = self._service.client.last_stats
-        return json_answer({"server_load": 0 if stats is None else stats.num_running + stats.num_waiting})
+        """`GET /load`: sequences in the engines, running and waiting, of every front end."""
+        return json_answer({"server_load": self._service.client.num_sequences})
 
     async def version(self, request: Request) -> Response:
         """`GET /version`."""

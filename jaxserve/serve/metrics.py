@@ -1,4 +1,4 @@
-"""`GET /metrics`: what the engine reports when it is asked, and what the front ends have measured, in Prometheus' text format.
+"""`GET /metrics`: what the engines report when they are asked, and what the front ends have measured, in Prometheus' text format.
 
 Names and buckets are vLLM's, so that its dashboards work with `--metrics-prefix vllm`. Left out is what this engine does not have
 (speculative decoding, LoRA, multimodal and external caches, sleeping, KV offload, tool parsers) and what would say nothing new:
@@ -10,8 +10,8 @@ Next: `engine_metrics`, `request_metrics`; `http` mounts it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineUnavailable
-from jaxserve.serve.engine_metrics import engine_families
+from jaxserve.serve.engine_metrics import EngineReport, engine_families
 from jaxserve.serve.request_metrics import CallMetrics, RequestMetrics
 
 STATS_TIMEOUT_S = 1.0
@@ -49,41 +49,59 @@ class Metrics:
 
     Args:
         prefix: Before the colon of every name.
-        client: Connected to the engine, or about to be.
-        model_name: Label of every series; default is the engine's model.
+        engines: Connected to the engines, or about to be; the place of each is its label `engine`.
+        model_name: Label of every series; default is the engines' model.
     """
 
-    def __init__(self, prefix: str, client: StatsSource, model_name: str | None = None) -> None:
+    def __init__(self, prefix: str, engines: Sequence[StatsSource], model_name: str | None = None) -> None:
         disable_created_metrics()
         self._prefix = prefix
-        self._client = client
+        self._engines = engines
         self._model_name = model_name
 
     def call(self) -> AbstractContextManager[CallMetrics]:
-        """Measures one call; raises EngineUnavailable while the engine has never been there."""
+        """Measures one call; raises EngineUnavailable while no engine has ever been there."""
         return self._requests.call()
 
     async def render(self) -> tuple[bytes, str]:
-        """The answer to a scrape and its content type; empty before the engine first came up, and without its figures while it is gone."""
+        """The answer to a scrape and its content type; empty before an engine first came up, and without the figures of those gone."""
+        stats = await asyncio.gather(*map(_ask, self._engines))
         try:
-            info = self._client.info
+            families = [*self._engine_families(stats), *self._requests.collect()]
         except EngineUnavailable:
             return b"", CONTENT_TYPE_PLAIN_0_0_4
-        try:
-            stats: EngineStats | None = await asyncio.wait_for(self._client.stats(), STATS_TIMEOUT_S)
-        except (EngineUnavailable, TimeoutError):
-            stats = None
-        return generate_latest(_Families(self._families(info, stats))), CONTENT_TYPE_PLAIN_0_0_4
+        return generate_latest(_Families(families)), CONTENT_TYPE_PLAIN_0_0_4
 
-    def _families(self, info: EngineInfo, stats: EngineStats | None) -> Iterator[Metric]:
-        is_up = stats is not None and self._client.is_healthy
-        yield from engine_families(self._prefix, self._model_name or info.model, info, stats, is_up=is_up)
-        yield from self._requests.collect()
+    def _engine_families(self, stats: Sequence[EngineStats | None]) -> Iterator[Metric]:
+        reports = [
+            EngineReport(None if now is None else engine.info, now, is_up=now is not None and engine.is_healthy)
+            for engine, now in zip(self._engines, stats, strict=True)
+        ]
+        return engine_families(self._prefix, self._label, reports)
+
+    @cached_property
+    def _label(self) -> str:
+        return self._model_name or self._any_info.model
+
+    @property
+    def _any_info(self) -> EngineInfo:
+        """Of any engine; raises EngineUnavailable before the first has come up."""
+        for engine in self._engines[1:]:
+            with suppress(EngineUnavailable):
+                return engine.info
+        return self._engines[0].info
 
     @cached_property
     def _requests(self) -> RequestMetrics:
-        info = self._client.info
-        return RequestMetrics(self._prefix, self._model_name or info.model, info.max_model_len)
+        return RequestMetrics(self._prefix, self._label, self._any_info.max_model_len, len(self._engines))
+
+
+async def _ask(engine: StatsSource) -> EngineStats | None:
+    """Its figures; None where it does not answer in time."""
+    try:
+        return await asyncio.wait_for(engine.stats(), STATS_TIMEOUT_S)
+    except (EngineUnavailable, TimeoutError):
+        return None
 
 
 class _Families(Collector):

@@ -1,4 +1,4 @@
-"""The directory of one running server: its socket, and what its front ends count together. Only this user can enter it.
+"""The directory of one running server: its sockets, and what its front ends count together. Only this user can enter it.
 
 It is locked for as long as the server lives. A server that was killed cannot remove its directory; the next one does.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxserve.errors import ConfigError
 
 _NAME = re.compile(r"jaxserve-(\d+)-\w+")
-MAX_PATH_BYTES = 90
+MAX_PATH_BYTES = 88
 """A Unix socket in the directory must have a name of at most 107 bytes (103 on macOS)."""
 
 

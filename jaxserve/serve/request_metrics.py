@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
@@ -38,6 +39,30 @@ REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
 N_BUCKETS = (1, 2, 5, 10, 20)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSeries:
+    """The series of what one engine answered."""
+
+    ends: Mapping[FinishReason, Counter]
+    prompt_tokens: Counter
+    prompt_tokens_cached: Counter
+    rejected: Counter
+    ttft: Histogram
+    itl: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_size: Histogram
+    computed_size: Histogram
+    output_size: Histogram
+    max_output_size: Histogram
+    max_tokens: Histogram
+    n: Histogram
+
+
 class RequestMetrics:
     """The metrics of one front end.
 
@@ -45,41 +70,53 @@ class RequestMetrics:
         prefix: Before the colon of every name.
         model_name: Label of every series.
         max_model_len: Ends the buckets of token counts.
+        num_engines: How many there are; each has series of its own.
+
+    Attributes:
+        engines: The series, by the engine's number.
     """
 
-    def __init__(self, prefix: str, model_name: str, max_model_len: int) -> None:
+    def __init__(self, prefix: str, model_name: str, max_model_len: int, num_engines: int = 1) -> None:
         self._directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         # With a directory its files are what is rendered, those of other processes among them, and never the objects made here.
         self._registry = None if self._directory else CollectorRegistry()
-        labels = (model_name, "0")
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(*labels)
+            return Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self._registry)
 
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, LABELS + more, registry=self._registry)
 
         sizes = one_two_five(max_model_len)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that got their first token.").labels(*labels)
-        self.prompt_tokens_cached = counter("prompt_tokens_cached", "Those of them that the prefix cache held.").labels(*labels)
+        families: dict[str, Any] = {
+            "prompt_tokens": counter("prompt_tokens", "Prompt tokens of sequences that got their first token."),
+            "prompt_tokens_cached": counter("prompt_tokens_cached", "Those of them that the prefix cache held."),
+        }
         ends = counter("request_success", "Sequences that ended, by finish_reason.", "finished_reason")
-        self.ends = {reason: ends.labels(*labels, reason.value) for reason in FinishReason}
-        self.rejected = counter("num_requests_rejected", "Requests refused as too many sequences waited.").labels(*labels)
-
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "Between two events of a sequence.", TOKEN_BUCKETS)
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean over a sequence's tokens after its first.", TOKEN_BUCKETS)
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_BUCKETS)
-        self.queue = histogram("request_queue_time_seconds", "From the engine's queue to the first step.", REQUEST_BUCKETS)
-        self.prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
-        self.decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
-        self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", REQUEST_BUCKETS)
-        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a sequence.", sizes)
-        self.computed_size = histogram("request_prefill_kv_computed_tokens", "Those not found in the prefix cache.", sizes)
-        self.output_size = histogram("request_generation_tokens", "Output tokens of a sequence.", sizes)
-        self.max_output_size = histogram("request_max_num_generation_tokens", "Of a request's longest sequence.", sizes)
-        self.max_tokens = histogram("request_params_max_tokens", "max_tokens as resolved for the request.", sizes)
-        self.n = histogram("request_params_n", "Sequences that a request asked for.", N_BUCKETS)
+        families |= {
+            "rejected": counter("num_requests_rejected", "Requests refused as too many sequences waited."),
+            "ttft": histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS),
+            "itl": histogram("inter_token_latency_seconds", "Between two events of a sequence.", TOKEN_BUCKETS),
+            "tpot": histogram("request_time_per_output_token_seconds", "Mean over a sequence's tokens after its first.", TOKEN_BUCKETS),
+            "e2e": histogram("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_BUCKETS),
+            "queue": histogram("request_queue_time_seconds", "From the engine's queue to the first step.", REQUEST_BUCKETS),
+            "prefill": histogram("request_prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS),
+            "decode": histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS),
+            "inference": histogram("request_inference_time_seconds", "From the first step to the last token.", REQUEST_BUCKETS),
+            "prompt_size": histogram("request_prompt_tokens", "Prompt tokens of a sequence.", sizes),
+            "computed_size": histogram("request_prefill_kv_computed_tokens", "Those not found in the prefix cache.", sizes),
+            "output_size": histogram("request_generation_tokens", "Output tokens of a sequence.", sizes),
+            "max_output_size": histogram("request_max_num_generation_tokens", "Of a request's longest sequence.", sizes),
+            "max_tokens": histogram("request_params_max_tokens", "max_tokens as resolved for the request.", sizes),
+            "n": histogram("request_params_n", "Sequences that a request asked for.", N_BUCKETS),
+        }
+        self.engines = [
+            EngineSeries(
+                ends={reason: ends.labels(model_name, str(engine), reason.value) for reason in FinishReason},
+                **{name: family.labels(model_name, str(engine)) for name, family in families.items()},
+            )
+            for engine in range(num_engines)
+        ]
 
     @contextmanager
     def call(self) -> Iterator[CallMetrics]:
@@ -110,13 +147,18 @@ class _Sequence:
 
 
 class CallMetrics:
-    """Measures one call: `begin` when its requests are known, then `on_event` for each of its events."""
+    """Measures one call: `begin` when its requests are known, then `on_event` for each of its events.
+
+    Attributes:
+        engine_ids: The engine of each request, by its id; 0 where nothing is said.
+    """
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
         given = arrival_s.get()
         self._arrived_s = time.perf_counter() if given is None else given
         self._requests: Sequence[Request] = ()
+        self.engine_ids: Mapping[str, int] = {}
         self._open: dict[tuple[str, int], _Sequence] = {}
         self._sizes: dict[str, list[int]] = {}
         """Output tokens of each request's ended sequences."""
@@ -134,7 +176,7 @@ class CallMetrics:
         if text.token_ids:
             now = time.perf_counter()
             if sequence.num_tokens:
-                self._metrics.itl.observe(now - sequence.last_s)
+                self._series(event.request_id).itl.observe(now - sequence.last_s)
             else:
                 sequence.first_s = now
                 self._on_first_token(event, sequence)
@@ -144,16 +186,16 @@ class CallMetrics:
             self._on_prompt(event, sequence)
         if text.finish_reason is not None:
             del self._open[event.request_id, event.index]
-            self._metrics.ends[text.finish_reason].inc()
+            self._series(event.request_id).ends[text.finish_reason].inc()
             if text.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
                 self._on_end(sequence)
 
     def _on_first_token(self, event: TokenEvent, sequence: _Sequence) -> None:
-        self._metrics.ttft.observe(sequence.first_s - self._arrived_s)
+        self._series(event.request_id).ttft.observe(sequence.first_s - self._arrived_s)
         self._on_prompt(event, sequence)
 
     def _on_prompt(self, event: TokenEvent, sequence: _Sequence) -> None:
-        metrics = self._metrics
+        metrics = self._series(event.request_id)
         metrics.prompt_tokens.inc(event.num_prompt_tokens)
         metrics.prompt_tokens_cached.inc(event.num_cached_tokens)
         sequence.num_cached_tokens = event.num_cached_tokens
@@ -164,7 +206,8 @@ class CallMetrics:
             metrics.prefill.observe(event.prefill_s)
 
     def _on_end(self, sequence: _Sequence) -> None:
-        metrics, request = self._metrics, sequence.request
+        request = sequence.request
+        metrics = self._series(request.request_id)
         num_prompt_tokens = len(request.prompt_token_ids)
         decode_s = sequence.last_s - sequence.first_s
         metrics.e2e.observe(time.perf_counter() - self._arrived_s)
@@ -188,11 +231,16 @@ class CallMetrics:
 
     def end_with(self, error: BaseException) -> None:
         """The call ends by an exception, its client's leaving included; one that the engine refused as invalid never was a request."""
-        metrics = self._metrics
         if isinstance(error, Overloaded):
-            metrics.rejected.inc(len(self._requests))
+            for request in self._requests:
+                self._series(request.request_id).rejected.inc()
         elif not isinstance(error, InvalidRequest):
-            metrics.ends[FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT].inc(len(self._open))
+            reason = FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT
+            for request_id, _ in self._open:
+                self._series(request_id).ends[reason].inc()
+
+    def _series(self, request_id: str) -> EngineSeries:
+        return self._metrics.engines[self.engine_ids.get(request_id, 0)]
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""A front-end process: HTTP and gRPC in one asyncio loop in front of one engine. `supervisor` starts it; `__main__` is its entry.
+"""A front-end process: HTTP and gRPC in one asyncio loop in front of the engines. `supervisor` starts it; `__main__` is its entry.
 
-The doors open at once: while the engine loads, and while it is started again after it was lost, calls are refused and health says so.
+The doors open at once: while no engine has loaded, and while all that were lost are started again, calls are refused and health says so.
 Never imports JAX. Next: `http`, `grpc_server`, and `service` below both.
 """
 
@@ -12,14 +12,14 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
 
 from jaxserve.config import ServerConfig
-from jaxserve.engine.link_client import EngineClient
+from jaxserve.engine.replicas import Replicas
 from jaxserve.errors import ConfigError
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.http import HttpApi
@@ -47,16 +47,16 @@ class FrontEnd:
 
     Args:
         config: Which doors, where, and what is allowed.
-        engine_address: Of EngineLink, `unix:/path` or `host:port`.
+        engine_addresses: Of EngineLink of each engine, `unix:/path` or `host:port`.
         share_ports: Other front ends may listen at the same ports.
 
     Attributes:
         service, client: What the doors lead to, from `start` on.
     """
 
-    def __init__(self, config: ServerConfig, engine_address: str, *, share_ports: bool = False) -> None:
+    def __init__(self, config: ServerConfig, *engine_addresses: str, share_ports: bool = False) -> None:
         self._config = config
-        self._engine_address = engine_address
+        self._engine_addresses = engine_addresses
         self._share_ports = share_ports
         self._grpc: GrpcServer | None = None
         self._http: uvicorn.Server | None = None
@@ -64,7 +64,7 @@ class FrontEnd:
         self._health_changed = asyncio.Event()
 
     async def start(self) -> Endpoints:
-        """Opens the doors, whether the engine is there or not, and begins to connect to it.
+        """Opens the doors, whether an engine is there or not, and begins to connect to all.
 
         Raises:
             ConfigError: A port is taken, or keys or certificates cannot be used.
@@ -72,7 +72,7 @@ class FrontEnd:
         config = self._config
         sock = None if config.grpc_only else bind(config.host, config.port, "--port", is_shared=self._share_ports)
         # Half of the time after which a hung engine is ended: health drops first.
-        self.client = EngineClient(self._engine_address, max_stall_s=config.stall_timeout / 2)
+        self.client = Replicas(self._engine_addresses, max_stall_s=config.stall_timeout / 2)
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config.otlp_traces_endpoint)
         self.service = Service(self.client, config, self._tracer)
         http = grpc = None
@@ -166,11 +166,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def run_front_end(
-    config: ServerConfig, engine_address: str, on_ready: Callable[[Endpoints], None], *, share_ports: bool = False
+    config: ServerConfig, engine_addresses: Sequence[str], on_ready: Callable[[Endpoints], None], *, share_ports: bool = False
 ) -> int:
     """Serves until SIGTERM or SIGINT, then drains (a second signal cuts that short) and returns 0.
 
-    `on_ready` is called when the engine has come up for the first time.
+    `on_ready` is called when an engine has come up for the first time.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
 
@@ -179,7 +179,7 @@ async def run_front_end(
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, on_signal)
-    front_end = FrontEnd(config, engine_address, share_ports=share_ports)
+    front_end = FrontEnd(config, *engine_addresses, share_ports=share_ports)
     endpoints = await front_end.start()
     getting_ready = asyncio.create_task(front_end.wait_until_ready())
     stopping = asyncio.create_task(stop.wait())

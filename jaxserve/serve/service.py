@@ -3,7 +3,7 @@
 A client's request id is only a label here; the engine gets an id of our own, so a repeated one cannot mix answers. Leaving
 `generate` early (disconnect, cancel, deadline, error) aborts in the engine. Text work that can take long runs in a thread pool.
 Exists before the engine does and after it is lost: calls are then refused by `check_ready`. Knows no protocol. Next: `http` and
-`grpc_server`; below: `engine.link_client`, `text.sequence_text`.
+`grpc_server`; below: `engine.replicas`, `text.sequence_text`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.admission import check_embedding, check_request
 from jaxserve.engine.event_stream import EventStream
 from jaxserve.engine.info import EngineInfo
-from jaxserve.engine.link_client import EngineClient
+from jaxserve.engine.replicas import Replicas
 from jaxserve.errors import EngineUnavailable, InvalidRequest, ModelNotFound
 from jaxserve.serve.call_limits import check_admissible, check_label, check_num_logprobs, check_num_sequences, shorter_timeout
 from jaxserve.serve.delta import Delta, make_delta
@@ -48,18 +48,18 @@ ABORT_S = 1.0
 
 
 class Service:
-    """One front end's view of its engine and its text.
+    """One front end's view of its engines and its text.
 
     Args:
-        client: Started; the engine may still load.
+        client: Started; the engines may still load.
         config: The server's settings.
         tracer: Sends a span of each call; None traces nothing.
     """
 
-    def __init__(self, client: EngineClient, config: ServerConfig, tracer: Tracer | None = None) -> None:
+    def __init__(self, client: Replicas, config: ServerConfig, tracer: Tracer | None = None) -> None:
         self.client = client
         self.config = config
-        self.metrics = Metrics(config.metrics_prefix, client, next(iter(config.served_model_name), None))
+        self.metrics = Metrics(config.metrics_prefix, client.engines, next(iter(config.served_model_name), None))
         self._tracer = tracer
         self._chat_template = None if config.chat_template is None else read_template(config.chat_template)
         self._tokenizer: Tokenizer | None = None
@@ -72,7 +72,7 @@ class Service:
         client.add_listener(self._tell)
 
     async def load(self) -> None:
-        """Waits for the engine and reads the tokenizer; does ahead of the first request what would otherwise delay it.
+        """Waits for an engine and reads the tokenizer; does ahead of the first request what would otherwise delay it.
 
         Raises:
             CheckpointError: The tokenizer cannot be read.
@@ -87,7 +87,7 @@ class Service:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's facts; raises EngineUnavailable before the engine first came up."""
+        """The engines' facts; raises EngineUnavailable before one first came up."""
         return self.client.info
 
     @property
@@ -104,7 +104,7 @@ class Service:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine is warm, is heard of and makes progress."""
+        """Whether an engine is warm, is heard of and makes progress."""
         return self._tokenizer is not None and self.client.is_healthy
 
     @property
@@ -214,7 +214,7 @@ class Service:
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> list[SamplingParams]:
         """Each prompt's parameters, as the engine will use them; raises InvalidRequest."""
         check_num_sequences(len(prompts), params.n)
-        check_admissible(len(prompts), params.n, self.info)
+        check_admissible(len(prompts), params.n, self.info, len(self.client.engines))
         checked = [check_request(params, prompt, self.info, priority=priority) for prompt in prompts]
         check_num_logprobs(prompts, checked, self.info.vocab_size)
         return checked
@@ -222,7 +222,7 @@ class Service:
     def check_embeddings(self, prompts: Sequence[Sequence[int]], params: PoolingParams, *, priority: int = 0) -> None:
         """Raises InvalidRequest for prompts that cannot be embedded."""
         check_num_sequences(len(prompts))
-        check_admissible(len(prompts), 1, self.info)
+        check_admissible(len(prompts), 1, self.info, len(self.client.engines))
         for prompt in prompts:
             check_embedding(params, prompt, self.info, priority=priority)
 
@@ -255,6 +255,7 @@ class Service:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        engine: int | None = None,
     ) -> AsyncGenerator[Delta]:
         """Runs the prompts together and yields what is new of each sequence as it comes; close it to abort the rest.
 
@@ -265,6 +266,7 @@ class Service:
             priority: Lower runs earlier.
             cache_salt: Isolates the prefix cache.
             timeout_s: Seconds from now after which the sequences left end with finish_reason abort; the server may allow less.
+            engine: The number of the engine that is to do it; None chooses one for each prompt.
 
         Raises:
             InvalidRequest: Before the first delta.
@@ -286,9 +288,10 @@ class Service:
             with (
                 self._traced(requests) as trace,
                 self._logged(requests) as log,
-                self.client.generate(*requests) as stream,
+                self.client.generate(*requests, engine=engine) as stream,
                 _ending_after(timeout_s, stream),
             ):
+                measured.engine_ids = stream.engine_ids
                 async for event in stream:
                     text = texts[event.request_id, event.index].push(event)
                     measured.on_event(event, text)

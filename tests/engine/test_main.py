@@ -45,6 +45,7 @@ def test_limits_come_from_the_orders_or_the_engine(
         "config": {"model": "m", "async_scheduling": False},
         "server": {"max_waiting": max_waiting, "stall_timeout": 7.0},
         "engine_address": "unix:/x",
+        "max_host_bytes": 12345,
         "report_fd": 0,
     }
     served: dict[str, Any] = {}
@@ -54,8 +55,8 @@ def test_limits_come_from_the_orders_or_the_engine(
         on_ready()
         return 0
 
-    def build_engine(config: Any, stage: Any) -> Any:
-        assert (config.model, config.async_scheduling) == ("m", False)
+    def build_engine(config: Any, stage: Any, *, max_host_bytes: int | None) -> Any:
+        assert (config.model, config.async_scheduling, max_host_bytes) == ("m", False, 12345)
         return engine
 
     engine.close = lambda: served.update(is_closed=True)

@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
+from jaxserve import cgroup
 from jaxserve.cgroup import cpu_quota, memory_headroom
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner import memory
 from jaxserve.runner.memory import (
     GIB,
     Budget,
@@ -65,7 +66,7 @@ class FakeGPU:
 
 def set_free(monkeypatch: pytest.MonkeyPatch, available: int, headroom: int | None = None) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
-    monkeypatch.setattr(memory, "memory_headroom", lambda: headroom)
+    monkeypatch.setattr(cgroup, "memory_headroom", lambda: headroom)
 
 
 def test_page_bytes_by_hand() -> None:
@@ -90,6 +91,19 @@ def test_cpu_default_is_one_gib_or_a_quarter_of_what_is_free(
 ) -> None:
     set_free(monkeypatch, available, headroom)
     assert kv_budget(CONFIG, jax.devices("cpu")[0]).size_bytes == expected
+
+
+def test_one_of_several_engines_takes_of_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 100 * GIB)
+    taken = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=3 * GIB, shared=GIB))
+    monkeypatch.setattr(psutil, "Process", lambda: taken)
+    cpu = jax.devices("cpu")[0]
+    assert kv_budget(CONFIG, cpu, max_host_bytes=4 * GIB).size_bytes == 2 * GIB // 4
+    assert kv_budget(CONFIG, cpu, max_host_bytes=50 * GIB).size_bytes == GIB
+    set_free(monkeypatch, GIB)
+    assert kv_budget(CONFIG, cpu, max_host_bytes=50 * GIB).size_bytes == GIB // 4
+    with pytest.raises(ConfigError, match="more than is free"):
+        kv_budget(CONFIG, cpu, max_host_bytes=GIB)
 
 
 def test_gpu_gets_its_share_less_model_state_and_reserve() -> None:

@@ -74,14 +74,14 @@ def test_loads_by_hand(server):
     info = server.engine.info
     loads = Loads()
     stats = EngineStats(num_running=4, num_waiting=3, num_used_pages=32, num_pages=129, num_generated_tokens=1000)
-    [first] = loads.response(stats, info, 100.0).loads
-    assert (first.num_running_reqs, first.num_waiting_reqs, first.num_total_reqs, first.num_used_tokens) == (4, 3, 7, 512)
+    first = loads.load(2, stats, info, 100.0)
+    assert (first.dp_rank, first.num_running_reqs, first.num_waiting_reqs, first.num_total_reqs, first.num_used_tokens) == (2, 4, 3, 7, 512)
     assert (first.token_usage, first.utilization, first.gen_throughput, first.cache_hit_rate) == (0.25, 0.5, 0.0, 0.0)
     later = EngineStats(num_pages=129, num_generated_tokens=1600)
-    assert loads.response(later, info, 102.0).loads[0].gen_throughput == 300.0
-    assert loads.response(later, info, 102.1).loads[0].gen_throughput == 300.0, "the interval is too short for a new rate"
-    assert loads.response(later, info, 103.0).loads[0].gen_throughput == 0.0
-    assert loads.response(EngineStats(num_generated_tokens=5), info, 104.0).loads[0].gen_throughput == 0.0, "the engine began anew"
+    assert loads.load(2, later, info, 102.0).gen_throughput == 300.0
+    assert loads.load(2, later, info, 102.1).gen_throughput == 300.0, "the interval is too short for a new rate"
+    assert loads.load(2, later, info, 103.0).gen_throughput == 0.0
+    assert loads.load(2, EngineStats(num_generated_tokens=5), info, 104.0).gen_throughput == 0.0, "the engine began anew"
 
 
 @pytest.mark.parametrize("name", ["FlushCache", "StartProfile", "StopProfile"])

@@ -559,7 +559,7 @@ def test_the_models_own_defaults_hold_unless_a_field_is_given(fresh_server):
 )
 def test_whole_vocabularies_are_limited(fresh_server, monkeypatch, fields, param):
     monkeypatch.setattr("jaxserve.serve.call_limits.MAX_MANY_LOGPROBS", 1000)  # 3 tokens of 320
-    client = fresh_server.front_end.client
-    client._info = dataclasses.replace(client.info, max_logprobs=-1)
+    [engine] = fresh_server.front_end.client.engines
+    engine._info = dataclasses.replace(engine.info, max_logprobs=-1)
     status, answer = post(fresh_server, "/v1/completions", {"prompt": [5, 7], "max_tokens": 5} | fields)
     assert (status, answer["error"]["param"] if param else None) == (400 if param else 200, param), answer

@@ -154,7 +154,7 @@ def broken_off(metrics: Metrics, error: BaseException, requests: list[Request], 
 @pytest.mark.parametrize("prefix", ["jaxserve", "vllm"])
 def test_the_names_are_vllms_under_the_prefix(prefix):
     expected = {f"{prefix}:{name}": kind for name, kind in (ENGINE_NAMES | REQUEST_NAMES).items()}
-    assert Scraped(scrape(Metrics(prefix, Client()))).types() == expected
+    assert Scraped(scrape(Metrics(prefix, [Client()]))).types() == expected
 
 
 def test_the_engines_figures():
@@ -163,7 +163,7 @@ def test_the_engines_figures():
         num_generated_tokens=41, num_preemptions=2, num_cache_queries=70, num_cache_hits=16, num_compiles=1,
         step_token_counts=(1, 2, 0, 0, 0, 1, *[0] * (len(STEP_TOKEN_BOUNDS) - 5)), num_step_tokens=111, num_corrupted_sequences=6,
     )  # fmt: skip
-    scraped = Scraped(scrape(Metrics("jaxserve", Client(stats))))
+    scraped = Scraped(scrape(Metrics("jaxserve", [Client(stats)])))
     assert scraped.value("engine_up") == 1
     assert (scraped.value("num_requests_running"), scraped.value("num_requests_waiting")) == (3, 5)
     assert scraped.value("kv_cache_usage_perc") == 32 / 128
@@ -177,7 +177,7 @@ def test_the_engines_figures():
 
 def test_without_an_engine_the_requests_so_far_are_told():
     client = Client()
-    metrics = Metrics("jaxserve", client)
+    metrics = Metrics("jaxserve", [client])
     with metrics.call() as call:
         call.begin([request()])
         call.on_event(*event([5], FinishReason.LENGTH))
@@ -186,14 +186,14 @@ def test_without_an_engine_the_requests_so_far_are_told():
     assert scraped.value("engine_up") == 0
     assert scraped.types() == {f"jaxserve:{name}": kind for name, kind in ({"engine_up": "gauge"} | REQUEST_NAMES).items()}
     assert scraped.total("request_success", finished_reason="length") == 1
-    assert scrape(Metrics("jaxserve", Client(None, None))) == b""
+    assert scrape(Metrics("jaxserve", [Client(None, None)])) == b""
 
 
 def test_a_request_with_two_sequences(monkeypatch):
     times = iter([103.0, 103.5, 104.0, 104.0, 106.0, 107.0])
     monkeypatch.setattr("jaxserve.serve.request_metrics.time", SimpleNamespace(perf_counter=lambda: next(times)))
     arrival_s.set(100.0)
-    metrics = Metrics("jaxserve", Client())
+    metrics = Metrics("jaxserve", [Client()])
     with metrics.call() as call:
         call.begin([request(n=2)])
         call.on_event(*event([5], queue_s=0.5, prefill_s=1.5, cached=16))  # at 103
@@ -228,7 +228,7 @@ def test_a_request_with_two_sequences(monkeypatch):
 
 @pytest.mark.parametrize(("error", "num_rejected"), [(InvalidRequest("x"), 0), (Overloaded("x"), 2)])
 def test_a_refused_call_is_no_request_that_ran(error, num_rejected):
-    metrics = Metrics("jaxserve", Client())
+    metrics = Metrics("jaxserve", [Client()])
     broken_off(metrics, error, [])
     broken_off(metrics, error, [request("a"), request("b")])
     scraped = Scraped(scrape(metrics))
@@ -240,7 +240,7 @@ def test_a_refused_call_is_no_request_that_ran(error, num_rejected):
     ("error", "reason"), [(EngineUnavailable("x"), "error"), (GeneratorExit(), "abort"), (asyncio.CancelledError(), "abort")]
 )
 def test_what_is_open_when_a_call_breaks_off_is_counted_by_its_reason(error, reason):
-    metrics = Metrics("jaxserve", Client())
+    metrics = Metrics("jaxserve", [Client()])
     broken_off(metrics, error, [request(n=3)], event([5], FinishReason.LENGTH), event([5], index=1))
     scraped = Scraped(scrape(metrics))
     assert scraped.total("request_success", finished_reason=reason) == 2
@@ -277,7 +277,7 @@ async def stats():
 
 num_requests, then = sys.argv[1:]
 info = SimpleNamespace(model="counting", max_model_len=256, page_size=16, num_pages=129, dtype="float32", kv_cache_bytes=1)
-metrics = Metrics("jaxserve", SimpleNamespace(info=info, is_healthy=True, stats=stats))
+metrics = Metrics("jaxserve", [SimpleNamespace(info=info, is_healthy=True, stats=stats)])
 for _ in range(int(num_requests)):
     with metrics.call() as call:
         call.begin([Request(request_id="a", prompt_token_ids=tuple(range(20)), params=SamplingParams())])

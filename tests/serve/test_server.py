@@ -315,7 +315,7 @@ def test_a_second_signal_cuts_the_drain_short(engine_side):
         engine_side.runner.step_s = 0.05
         ready: asyncio.Future = asyncio.get_running_loop().create_future()
         config = ServerConfig(port=0, grpc_port=0, shutdown_timeout=600)
-        running = asyncio.create_task(run_front_end(config, engine_side.address, ready.set_result))
+        running = asyncio.create_task(run_front_end(config, [engine_side.address], ready.set_result))
         endpoints = await asyncio.wait_for(ready, 10)
         call = asyncio.create_task(asyncio.to_thread(complete, endpoints.http, max_tokens=200))
         while not engine_side.engine.scheduler.num_running:
@@ -338,7 +338,7 @@ def test_a_second_signal_cuts_the_drain_short(engine_side):
 def test_a_signal_while_the_engine_loads_ends_the_front_end(tmp_path):
     async def main() -> int:
         running = asyncio.create_task(
-            run_front_end(ServerConfig(port=0, grpc_port=0), f"unix:{tmp_path}/engine.sock", lambda _: pytest.fail("not ready"))
+            run_front_end(ServerConfig(port=0, grpc_port=0), [f"unix:{tmp_path}/engine.sock"], lambda _: pytest.fail("not ready"))
         )
         while not signal.getsignal(signal.SIGTERM):
             await asyncio.sleep(0.005)

@@ -148,8 +148,8 @@ class Running:
             except grpc.RpcError:
                 return 0
 
-    def stats(self) -> link_pb2.EngineStats:
-        [path] = self.log.parent.glob("jaxserve-*/engine.sock")
+    def stats(self, engine: int = 0) -> link_pb2.EngineStats:
+        [path] = self.log.parent.glob(f"jaxserve-*/engine{engine}.sock")
         with grpc.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             return link_pb2_grpc.EngineLinkStub(channel).GetStats(link_pb2.GetStatsRequest(), timeout=5)
 
