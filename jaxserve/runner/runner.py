@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.arrays import KVPages, PenaltyState, RecurrentState, RecurrentStates, SlotState
 from jaxserve.core.buckets import Bucket, Buckets
@@ -23,6 +24,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.compile import CompileCounter, Progress, compile_all
 from jaxserve.runner.layout import PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
 from jaxserve.runner.pending_step import PendingModelStep
+from jaxserve.runner.placement import WEIGHT, WHOLE, Placement, memory_partition
 from jaxserve.runner.prepare import PreparedStep, prepare, prepare_penalty_row
 from jaxserve.runner.step import StepOutputs, admit, step, update
 
@@ -99,17 +101,30 @@ def recurrent_state_shapes(spec: ModelSpec, num_slots: int) -> RecurrentStates:
 
 
 class ModelRunner:
-    """The device side of one engine. `compile` must be called before the first `run`."""
+    """The device side of one engine. `compile` must be called before the first `run`.
 
-    def __init__(self, model: Any, spec: ModelSpec, shape: RunnerShape, *, kv_dtype: Any, device: jax.Device) -> None:
-        self.spec, self.shape, self.device = spec, shape, device
+    Args:
+        model: From one of the loaders of `models.load`; one of shapes alone can be lowered and nothing else.
+        spec: What one device computes, which is the model's own spec.
+        shape: Sizes of the programs; those of one device where the model is in shards.
+        kv_dtype: Of the pages.
+        device: Where everything lives,
+        mesh: or the devices that share it.
+    """
+
+    def __init__(
+        self, model: Any, spec: ModelSpec, shape: RunnerShape, *, kv_dtype: Any, device: jax.Device | None = None, mesh: Mesh | None = None
+    ) -> None:
+        self.spec, self.shape = spec, shape
+        self._placement, self._partition = Placement(device, mesh), memory_partition(spec)
         self._graphdef, self._weights = split_model(model)
-        self._shapes = (
+        parts = (
             page_array_shapes(spec, shape, kv_dtype),
             slot_state_shapes(shape, len(spec.kv_groups)),
             penalty_state_shapes(shape, spec.vocab_size),
             recurrent_state_shapes(spec, shape.num_slots),
         )
+        self._shapes = self._placement.whole(self._partition, parts)
         self._layouts = {bucket: StepLayout(bucket, len(spec.kv_groups), shape.page_size) for bucket in shape.buckets.all()}
         self.compiles = CompileCounter()
         self._steps: dict[Bucket, Any] = {}
@@ -138,15 +153,12 @@ class ModelRunner:
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         """A function that lowers the bucket's program by shapes alone (its `.compile()` gives HLO text and memory figures)."""
-        layout = self._layouts[bucket]
-        shape = self.shape
-        traced = jax.jit(
-            partial(step, self._graphdef, layout, shape.num_logprobs, shape.has_full_logprobs, num_token_ids=shape.num_token_ids),
-            donate_argnums=(1, 2, 3, 4),
-        )
-        weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self._weights)
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return lambda: traced.lower(weights, *self._shapes, packed)
+        layout, shape = self._layouts[bucket], self.shape
+        function = partial(step, self._graphdef, layout, shape.num_logprobs, shape.has_full_logprobs, num_token_ids=shape.num_token_ids)
+        weights = tuple(self._placement.placed(WEIGHT, weight) for weight in self._weights)
+        inputs, outputs = (WEIGHT, *self._partition, WHOLE), (*self._partition, WHOLE)
+        program = self._placement.program(function, inputs, outputs, donated=(1, 2, 3, 4))
+        return self._lowering(program, weights, *self._shapes, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
 
     @property
     def temporaries_bytes(self) -> int:
@@ -175,8 +187,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Allocates pages and all state by slot afresh, dropping what was there."""
         self._drop_state()
-        zeros = partial(jnp.zeros, device=self.device)
-        self._pages, self._slots, self._penalties, self._states = jax.tree.map(lambda s: zeros(s.shape, s.dtype), self._shapes)
+        self._pages, self._slots, self._penalties, self._states = jax.tree.map(self._placement.zeros, self._shapes)
 
     def close(self) -> None:
         """Frees weights, pages and state on the device."""
@@ -203,15 +214,26 @@ class ModelRunner:
         return prepare(plan, self._layouts[bucket], null_slot=null_slot, null_penalty_slot=null_penalty_slot)
 
     def _lower_update(self) -> Callable[[], Any]:
-        traced = jax.jit(update, donate_argnums=0)
-        writes = jax.ShapeDtypeStruct((UPDATE_PAGE_WRITES, PAGE_WRITE_WORDS), jnp.int32)
-        return lambda: traced.lower(self._shapes[1], writes)
+        program = self._placement.program(update, WHOLE, WHOLE, donated=0)
+        return self._lowering(program, self._shapes[1], jax.ShapeDtypeStruct((UPDATE_PAGE_WRITES, PAGE_WRITE_WORDS), jnp.int32))
 
     def _lower_admit(self) -> Callable[[], Any]:
-        traced = jax.jit(admit, donate_argnums=0)
+        program = self._placement.program(admit, WHOLE, WHOLE, donated=0)
         vocab = self.spec.vocab_size
         row = [jax.ShapeDtypeStruct((vocab,), d) for d in (jnp.int32, jnp.bool_, jnp.float32, jnp.bool_)]
-        return lambda: traced.lower(self._shapes[2], jax.ShapeDtypeStruct((), jnp.int32), *row)
+        return self._lowering(program, self._shapes[2], jax.ShapeDtypeStruct((), jnp.int32), *row)
+
+    def _lowering(self, program: Any, *arguments: Any) -> Callable[[], Any]:
+        """Lowers by shapes; those that say nothing of where they live, a step's inputs, are whole on every device."""
+
+        def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return shape if shape.sharding is not None else self._placement.placed(WHOLE, shape)
+
+        def lower() -> Any:
+            with self._placement.lowering():
+                return program.lower(*jax.tree.map(placed, arguments))
+
+        return lower
 
     def _warm_up(self) -> None:
         """Runs each program once on padding alone: first calls are slow, and a program that cannot run must fail at start-up."""
