@@ -1,0 +1,171 @@
+"""Decode on wgmma: one query token a row. A block is one row, one kv head and one share of the row's keys.
+
+wgmma's M is a multiple of 64, and a decode has a few query rows for each kv head. So the operands are swapped: keys lie on M, the
+query rows of the group on N (padded to 8), and after the softmax the head dimension lies on M:
+
+    S [kv_tile, R] = K [kv_tile, H] Q^T [H, R]          O^T [H, R] += V^T [H, kv_tile] P [kv_tile, R]
+
+One warpgroup copies tiles (`mosaic_gpu_tile.fetch_tiles`), the other multiplies. Shares of one row are put together by `merge`
+(the reduce of Flash-Decoding: Dao et al., 2023). Next: `mosaic_gpu`, which calls both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import mosaic_gpu_tile as tile
+from pallas_kernels.paged_attention.mosaic_gpu_plan import TilePlan
+from pallas_kernels.paged_attention.mosaic_gpu_tile import LOG2_E, NO_SCORE, Ref, Rules
+
+_COMPUTE, _MEMORY = 0, 1
+
+
+class Partials(NamedTuple):
+    """The softmax of S shares of a row's keys: values [B, K, S, R, H] not yet divided, base-2 peak and total [B, K, S, R]; float32."""
+
+    values: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+
+class _Shared(NamedTuple):
+    """Shared memory of a block, and its barriers."""
+
+    q: Ref
+    kv: tile.Stages
+    weights: Ref
+    out: Ref
+    peak: Ref
+    total: Ref
+    q_here: Ref
+
+
+def decode(
+    q: jax.Array, pages: jax.Array, page_tables: jax.Array, kv_length: jax.Array, *, plan: TilePlan, rules: Rules, num_splits: int
+) -> Partials:
+    """The partial softmaxes of one token a row, at position `kv_length - 1`.
+
+    Args:
+        q: [B, K, R, H], R the query heads of a kv head, padded to a multiple of 8; in the dtype of `pages`.
+        pages, page_tables, kv_length: See `api.paged_attention`.
+        num_splits: S, shares of each row's visible keys.
+    """
+    num_rows, num_kv_heads, num_queries, head_dim = q.shape
+    shares = (num_rows, num_kv_heads, num_splits, num_queries)
+    per_query = plgpu.SMEM((num_queries,), jnp.float32)
+    scratch = _Shared(
+        q=tile.operand(plan, (num_queries, head_dim), q.dtype),
+        kv=tile.stages(plan, q.dtype, num_readers=1),
+        weights=tile.operand(plan, (num_queries, plan.kv_tile), q.dtype),
+        out=plgpu.SMEM((num_queries, plan.padded_head_dim), jnp.float32),
+        peak=per_query,
+        total=per_query,
+        q_here=plgpu.Barrier(num_arrivals=1),
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_block, plan=plan, rules=rules, num_splits=num_splits),
+        out_type=(jax.ShapeDtypeStruct((*shares, head_dim), jnp.float32), *[jax.ShapeDtypeStruct(shares, jnp.float32)] * 2),
+        scratch_types=[scratch],
+        grid=(num_rows, num_kv_heads, num_splits),
+        grid_names=("row", "head", "split"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return Partials(*kernel(q, pages, page_tables, kv_length))
+
+
+def merge(partials: Partials, sinks: jax.Array | None) -> jax.Array:
+    """The one reduce: [B, K, R, H] float32 from shares. Rows without keys give 0.
+
+    Args:
+        sinks: [K, R], a logit that takes part without a value.
+    """
+    peak = partials.peak.max(axis=2)
+    sink = None if sinks is None else sinks.astype(jnp.float32) * LOG2_E
+    if sink is not None:
+        peak = jnp.maximum(peak, sink)
+    factor = jnp.exp2(partials.peak - peak[:, :, None])
+    total = (partials.total * factor).sum(axis=2)
+    if sink is not None:
+        total += jnp.exp2(sink - peak)
+    values = (partials.values * factor[..., None]).sum(axis=2)
+    return values / jnp.where(total == 0.0, 1.0, total)[..., None]
+
+
+def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, plan: TilePlan, rules: Rules, num_splits: int) -> None:
+    *outputs, shared = refs
+    row, head, split = jax.lax.axis_index("row"), jax.lax.axis_index("head"), jax.lax.axis_index("split")
+    warpgroup = jax.lax.axis_index("warpgroup")
+    end = kv_length[row]
+    steps = tile.walk(rules.first_visible(end - 1), end, plan, part=split, num_parts=num_splits)
+
+    @pl.when(warpgroup == _MEMORY)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        tile.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
+
+    @pl.when(warpgroup == _COMPUTE)
+    def _attend() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        plgpu.copy_gmem_to_smem(q.at[row, head], shared.q, shared.q_here)
+        plgpu.barrier_wait(shared.q_here)
+        step = functools.partial(_one_tile, shared=shared, plan=plan, rules=rules, steps=steps)
+        per_query = plgpu.Layout.WGMMA.reduce(0)
+        num_queries = plan.num_queries
+        peak, total, acc = jax.lax.fori_loop(0, steps.count, step, (
+            plgpu.layout_cast(jnp.full((num_queries,), NO_SCORE, jnp.float32), per_query),
+            plgpu.layout_cast(jnp.zeros((plan.kv_tile, num_queries), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.zeros((plan.padded_head_dim, num_queries), jnp.float32), plgpu.Layout.WGMMA),
+        ))  # fmt: skip
+        shared.out.transpose((1, 0))[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+        shared.peak[...] = peak
+        shared.total[...] = total.sum(0)
+        plgpu.commit_smem()
+        for source, target in zip((shared.out.at[:, pl.ds(0, plan.head_dim)], shared.peak, shared.total), outputs, strict=True):
+            plgpu.copy_smem_to_gmem(source, target.at[row, head, split])
+        plgpu.wait_smem_to_gmem(0)
+
+
+type _State = tuple[jax.Array, jax.Array, jax.Array]
+"""Running softmax of R queries: base-2 peak [R], weights [kv_tile, R] (summed over the tiles, not yet within one: that sum goes through
+shared memory), weighted values [H, R]."""
+
+
+def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: TilePlan, rules: Rules, steps: tile.Walk) -> _State:
+    """Takes tile i of the walk into the running softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
+    peak, total, acc = state
+    slot = jax.lax.rem(i, plan.num_stages)
+    start = steps.origin + i * plan.kv_tile
+    shape = plan.kv_tile, plan.num_queries
+    plgpu.barrier_wait(shared.kv.filled.at[slot])
+
+    def multiply_keys(product: Ref) -> jax.Array:
+        plgpu.wgmma(product, shared.kv.keys.at[slot], shared.q.transpose((1, 0)))
+        return product[...]
+
+    logits = rules.logits(pl.run_scoped(multiply_keys, plgpu.ACC(shape)))
+    position = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    logits = jnp.where((position >= steps.first) & (position < steps.end), logits, -jnp.inf)
+    new_peak = jnp.maximum(peak, logits.max(0))
+    decay = jnp.exp2(peak - new_peak)
+    weights = jnp.exp2(logits - jax.lax.broadcast_in_dim(new_peak, shape, (1,)))
+    total = total * jax.lax.broadcast_in_dim(decay, shape, (1,)) + weights
+    narrow = plgpu.layout_cast(weights.astype(shared.weights.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    shared.weights.transpose((1, 0))[...] = narrow
+    tile.mask_values(shared.kv.values.at[slot], start, steps)
+    plgpu.commit_smem()
+
+    def multiply_values(product: Ref) -> jax.Array:
+        plgpu.wgmma(product, shared.kv.values.at[slot].transpose((1, 0)), shared.weights.transpose((1, 0)))
+        return product[...]
+
+    values = pl.run_scoped(multiply_values, plgpu.ACC((plan.padded_head_dim, plan.num_queries)))
+    tile.release(shared.kv.used, i, plan, steps)
+    return new_peak, total, acc * jax.lax.broadcast_in_dim(decay, acc.shape, (1,)) + values
