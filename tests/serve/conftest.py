@@ -90,12 +90,17 @@ class EngineSide:
 
 @dataclass
 class Server:
-    engine_side: EngineSide
+    engine_sides: list[EngineSide]
     tokenizer: Tokenizer
     http: str
     grpc: str
     front_end: FrontEnd
     aio_loop: asyncio.AbstractEventLoop
+
+    @property
+    def engine_side(self) -> EngineSide:
+        """The first one, in most tests the only one."""
+        return self.engine_sides[0]
 
     @property
     def engine(self) -> Engine:
@@ -113,13 +118,13 @@ class Server:
     def engine_failures(self) -> list[BaseException]:
         return self.engine_side.failures
 
-    def lose_engine(self) -> None:
+    def lose_engine(self, number: int = 0) -> None:
         """As if its process were killed."""
-        asyncio.run_coroutine_threadsafe(self.engine_side.stop(), self.aio_loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.engine_sides[number].stop(), self.aio_loop).result(30)
 
-    def return_engine(self) -> None:
+    def return_engine(self, number: int = 0) -> None:
         """As if its process were started again; the front end will connect soon after."""
-        asyncio.run_coroutine_threadsafe(self.engine_side.start(), self.aio_loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.engine_sides[number].start(), self.aio_loop).result(30)
 
     def wait_until_ready(self, *, is_ready: bool = True, timeout_s: float = 10.0) -> None:
         """Until the front end serves calls, or does not any more."""
@@ -149,10 +154,11 @@ class Server:
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
         """Until nothing runs or waits and every page is free or cached."""
         end = time.monotonic() + timeout_s
-        while self.engine.has_work:
-            assert time.monotonic() < end, f"still {self.engine.scheduler.num_running} sequences running"
-            time.sleep(0.005)
-        self.engine.scheduler.check_integrity()
+        for engine in (side.engine for side in self.engine_sides):
+            while engine.has_work:
+                assert time.monotonic() < end, f"still {engine.scheduler.num_running} sequences running"
+                time.sleep(0.005)
+            engine.scheduler.check_integrity()
 
 
 def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunner]:
@@ -171,27 +177,31 @@ def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunne
 
 @contextmanager
 def running_server(
-    model_path: Path, socket_directory: Path, *, config: ServerConfig | None = None, max_waiting: int = 0, **info: Any
+    model_path: Path, socket_directory: Path, *, config: ServerConfig | None = None, max_waiting: int = 0, num_engines: int = 1, **info: Any
 ) -> Iterator[Server]:
     config = config or ServerConfig(served_model_name=("counting", "alias"))
-    address = f"unix:{socket_directory}/engine.sock"
-    engine_side = EngineSide(address, lambda: make_engine(model_path, max_waiting=max_waiting, **info), max_waiting)
+    addresses = [f"unix:{socket_directory}/engine{i}.sock" for i in range(num_engines)]
+    make = partial(make_engine, model_path, max_waiting=max_waiting, **info)
+    engine_sides = [EngineSide(address, make, max_waiting) for address in addresses]
     started, stop = threading.Event(), asyncio.Event()
     servers: list[Server] = []
 
     async def serve() -> None:
-        await engine_side.start()
-        front_end = FrontEnd(replace(config, port=0, grpc_port=0), address)
+        for side in engine_sides:
+            await side.start()
+        front_end = FrontEnd(replace(config, port=0, grpc_port=0), *addresses)
         endpoints = await front_end.start()
         await front_end.wait_until_ready()
+        await asyncio.gather(*(engine.wait_until_connected() for engine in front_end.client.engines))
         tokenizer, aio_loop = Tokenizer.from_directory(model_path), asyncio.get_running_loop()
-        servers.append(Server(engine_side, tokenizer, endpoints.http or "", endpoints.grpc or "", front_end, aio_loop))
+        servers.append(Server(engine_sides, tokenizer, endpoints.http or "", endpoints.grpc or "", front_end, aio_loop))
         started.set()
         await stop.wait()
         hurry = asyncio.Event()
         hurry.set()
         await front_end.stop(hurry)
-        await engine_side.stop()
+        for side in engine_sides:
+            await side.stop()
 
     def run() -> None:
         try:
@@ -206,7 +216,8 @@ def running_server(
     try:
         yield servers[0]
     finally:
-        engine_side.runner.gate.set()
+        for side in engine_sides:
+            side.runner.gate.set()
         servers[0].aio_loop.call_soon_threadsafe(stop.set)
         thread.join(30)
 
