@@ -9,7 +9,7 @@ An implementation that reads what it must not shows it. Next: `strategies` (draw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -172,8 +172,6 @@ MIXED = AttentionSpec(
 
 
 def _variants() -> tuple[AttentionSpec, ...]:
-    from dataclasses import replace
-
     return (
         DECODE,
         MIXED,
@@ -205,3 +203,22 @@ BENCH_SPECS: tuple[AttentionSpec, ...] = tuple(
     for dtype in ("bfloat16", "float32")
 )  # fmt: skip
 """SmolLM2-135M's heads: 32 rows with 128 of 256 positions filled, and a step that mixes decode rows with a chunk."""
+
+
+def ragged_batch(num_tokens: int, *, num_rows: int = 32, max_length: int = 4096) -> AttentionSpec:
+    """Rows of evenly spread lengths from 1 to `max_length`, in no order, each with `num_tokens` at its end (SmolLM2-135M's heads).
+
+    With several tokens the shortest rows hold as many keys as that.
+    """
+    lengths = np.linspace(1, max_length, num_rows).round().astype(int)
+    lengths = np.random.default_rng(0).permutation(np.maximum(lengths, num_tokens))
+    return AttentionSpec(
+        name=f"{num_rows} rows x {num_tokens}", rows=tuple((num_tokens, int(length)) for length in lengths), num_heads=9, num_kv_heads=3,
+        head_dim=64, page_size=16, max_pages=max_length // 16, page_dtype="bfloat16", is_decode=num_tokens == 1,
+    )  # fmt: skip
+
+
+def dense_batch(ragged: AttentionSpec) -> AttentionSpec:
+    """As many rows with the same keys in all, of equal length."""
+    lengths = [length for _, length in ragged.rows]
+    return replace(ragged, rows=tuple((count, sum(lengths) // len(lengths)) for count, _ in ragged.rows))

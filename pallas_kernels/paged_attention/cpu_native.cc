@@ -3,7 +3,9 @@
 // The work is a list of items. An item is one row, one kv head and a block of "queries": the row's tokens times the G heads
 // that share the kv head, numbered token * G + head. An item walks the KV tiles that its queries can see with an online softmax
 // in float32. Blocks of many queries (prefill) hold queries in the vector lanes; blocks of few (decode) hold the head dim there.
-// Threads of XLA's own pool take items from the list. Written with compiler vectors, so that one source serves AVX-512, AVX2,
+// The keys of a row that is one block are split among several items, so that one long row keeps all threads busy; who finishes
+// last adds their sums up (flash-decoding). Where a split lies follows from positions alone, so a row's bits do not depend on its
+// batch. Threads of XLA's own pool take items from the list. Written with compiler vectors, so that one source serves AVX-512, AVX2,
 // SSE and NEON. No fast-math: NaN in what a token sees must reach its output, and nowhere else.
 #include <algorithm>
 #include <atomic>
@@ -30,6 +32,8 @@ constexpr int kMaxVecs = 3;  // vectors in a block of queries: kRowsAtOnce * kMa
 constexpr int kMaxQueries = kMaxVecs * kLanes;
 constexpr int kFewQueries = kLanes / 2;  // up to here a dot product for each query costs less than a lane for each
 constexpr int kTile = 64;                // keys at once
+constexpr int kSplit = 1024;             // keys of an item, where its row is split
+static_assert(kSplit % kTile == 0);
 static_assert(kTile % kLanes == 0 && kLanes % kRowsAtOnce == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -176,12 +180,23 @@ struct Step {
   int64_t num_parts, num_heads, num_kv_heads, group, head_dim, page_size, max_pages;
   float scale, soft_cap;  // soft_cap 0: none
   int32_t window, chunk;  // 0: none
+
+  int32_t first_visible(int32_t at) const { return window ? std::max(0, at - window + 1) : chunk ? at / chunk * chunk : 0; }
 };
 
 struct Item {
   int32_t row, kv_head;
   int32_t first_token;         // the row's first token in the step
   int32_t first_query, count;  // of the row's tokens x group
+  int32_t first_key, end_key;  // what it walks
+  int32_t split = -1;          // the index of its `Split`, where others walk the rest of the keys
+  int32_t part = 0;            // which part of that
+};
+
+// Items that share their queries. Each leaves a record of every query: largest score, sum of weights, weighted sum of values.
+struct Split {
+  int64_t offset;  // of the first record
+  int32_t num_parts, num_left;
 };
 
 // Scratch memory of one thread, kept between calls.
@@ -203,22 +218,24 @@ struct Scratch {
 template <typename T>
 class Walk {
  public:
-  // `next` is the item that this thread will walk afterwards.
-  Walk(const Step<T>& step, const Item& item, const Item& next, Scratch& scratch)
-      : step_(step), item_(item), next_(next), s_(scratch), padded_dim_((static_cast<int>(step.head_dim) + kLanes - 1) / kLanes * kLanes) {
+  // `next` is the item that this thread will walk afterwards. `records` takes what the item leaves, if its row is split.
+  Walk(const Step<T>& step, const Item& item, const Item& next, float* records, Scratch& scratch)
+      : step_(step),
+        item_(item),
+        next_(next),
+        records_(records),
+        s_(scratch),
+        padded_dim_((static_cast<int>(step.head_dim) + kLanes - 1) / kLanes * kLanes),
+        begin_(item.first_key),
+        end_(item.end_key) {
     s_.resize(padded_dim_);
-    int32_t lowest = std::numeric_limits<int32_t>::max(), highest = -1;
     for (int i = 0; i < kMaxQueries; ++i) {
       last_[i] = first_[i] = -1;
       if (i >= item.count) continue;
       const int32_t position = step.position[token(i)];
       last_[i] = std::min(position, step.kv_length[item.row] - 1);
-      first_[i] = step.window ? std::max(0, position - step.window + 1) : step.chunk ? position / step.chunk * step.chunk : 0;
-      lowest = std::min(lowest, first_[i]);
-      highest = std::max(highest, last_[i]);
+      first_[i] = step.first_visible(position);
     }
-    begin_ = lowest;
-    end_ = highest + 1;
   }
 
   void run() {
@@ -290,8 +307,8 @@ class Walk {
       float* q = s_.q.data() + i * dim;
       std::copy_n(step_.q + query_offset(i), step_.head_dim, q);
       std::fill(q + step_.head_dim, q + dim, 0.0f);
-      peak[i] = step_.sinks ? step_.sinks[head(i)] : -kInfinity;
-      total[i] = step_.sinks ? 1.0f : 0.0f;
+      peak[i] = has_sinks() ? step_.sinks[head(i)] : -kInfinity;
+      total[i] = has_sinks() ? 1.0f : 0.0f;
     }
     for (int32_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
       const int num_keys = (std::min(tile + kTile, end_) - tile + kLanes - 1) / kLanes * kLanes;
@@ -303,16 +320,12 @@ class Walk {
       }
       for (int i = 0; i < count; ++i) few_softmax(i, num_keys, peak[i], total[i]);
       for (int t = 0; t < num_keys; t += kLanes) {
-        prefetch_keys(is_last ? next_ : item_, 0, (is_last ? 0 : tile + kTile) + t, kLanes);
+        prefetch_keys(is_last ? next_ : item_, 0, (is_last ? next_.first_key : tile + kTile) + t, kLanes);
         load_keys(1, tile + t, kLanes, s_.v.data());
         for (int i = 0; i < count; i += 4) few_values(i, std::min(4, count - i), t);
       }
     }
-    for (int i = 0; i < count; ++i) {
-      float* to = step_.out + query_offset(i);
-      const float inverse = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
-      for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = s_.out[i * dim + d] * inverse;
-    }
+    for (int i = 0; i < count; ++i) finish(i, peak[i], total[i], s_.out.data() + i * dim, 1);
   }
 
   // Scores of one query against the kLanes keys in s_.k, the first of which is at position `from`.
@@ -381,7 +394,7 @@ class Walk {
     std::fill(s_.q.begin(), s_.q.begin() + dim * kWidth, 0.0f);
     std::fill(s_.out.begin(), s_.out.begin() + dim * kWidth, 0.0f);
     for (int i = 0; i < kWidth; ++i) {
-      const bool has_sink = step_.sinks && i < item_.count;
+      const bool has_sink = has_sinks() && i < item_.count;
       peak[i / kLanes][i % kLanes] = has_sink ? step_.sinks[head(i)] : -kInfinity;
       total[i / kLanes][i % kLanes] = has_sink ? 1.0f : 0.0f;
       first[i / kLanes][i % kLanes] = first_[i];
@@ -404,10 +417,7 @@ class Walk {
       }
     }
     for (int i = 0; i < item_.count; ++i) {
-      const float sum = total[i / kLanes][i % kLanes];
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      float* to = step_.out + query_offset(i);
-      for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = s_.out[d * kWidth + i] * inverse;
+      finish(i, peak[i / kLanes][i % kLanes], total[i / kLanes][i % kLanes], s_.out.data() + i, kWidth);
     }
   }
 
@@ -440,12 +450,30 @@ class Walk {
     }
   }
 
+  // Of a row that is split, one item counts the sinks.
+  bool has_sinks() const { return step_.sinks && item_.part == 0; }
+
+  // Writes a query's output, or what the item knows of it.
+  void finish(int i, float peak, float total, const float* values, int stride) const {
+    if (records_ == nullptr) {
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      float* to = step_.out + query_offset(i);
+      for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = values[d * stride] * inverse;
+      return;
+    }
+    float* to = records_ + i * (step_.head_dim + 2);
+    *to++ = peak;
+    *to++ = total;
+    for (int64_t d = 0; d < step_.head_dim; ++d) to[d] = values[d * stride];
+  }
+
   const Step<T>& step_;
   const Item& item_;
   const Item& next_;
+  float* const records_;
   Scratch& s_;
   const int padded_dim_;
-  int32_t begin_, end_;                             // keys that any query of the item sees
+  const int32_t begin_, end_;                       // keys that the item walks
   int32_t first_[kMaxQueries], last_[kMaxQueries];  // keys that each query sees
 };
 
@@ -454,7 +482,62 @@ template <typename T>
 struct Work {
   Step<T> step;
   std::vector<Item> items;
+  std::vector<Split> splits;
+  int64_t num_records = 0;
+  std::unique_ptr<float[]> records;
   std::atomic<int64_t> next{0}, done{0};
+
+  int64_t record_size() const { return step.head_dim + 2; }
+
+  // Adds the items of one block of queries: those that walk its keys.
+  void add(Item item, bool may_split) {
+    const int32_t first_token = item.first_token + item.first_query / step.group;
+    const int32_t last_token = item.first_token + (item.first_query + item.count - 1) / step.group;
+    const int32_t begin = step.first_visible(step.position[first_token]);
+    const int32_t end = std::min(step.position[last_token], step.kv_length[item.row] - 1) + 1;
+    const int32_t num_parts = may_split && end > begin ? (end - 1) / kSplit - begin / kSplit + 1 : 1;
+    if (num_parts > 1) {
+      item.split = splits.size();
+      splits.push_back({num_records * record_size(), num_parts, num_parts});
+      num_records += int64_t{num_parts} * item.count;
+    }
+    for (; item.part < num_parts; ++item.part) {
+      const int32_t from = (begin / kSplit + item.part) * kSplit;
+      item.first_key = std::max(begin, from);
+      item.end_key = num_parts > 1 ? std::min(end, from + kSplit) : end;
+      items.push_back(item);
+    }
+  }
+
+  void walk(const Item& item, const Item& next_item, Scratch& scratch) {
+    if (item.split < 0) return Walk<T>(step, item, next_item, nullptr, scratch).run();
+    Split& split = splits[item.split];
+    float* first = records.get() + split.offset;
+    const int64_t size = item.count * record_size();
+    Walk<T>(step, item, next_item, first + item.part * size, scratch).run();
+    if (__atomic_sub_fetch(&split.num_left, 1, __ATOMIC_ACQ_REL) == 0) merge(item, split.num_parts, first, size);
+  }
+
+  // Adds up the parts of a row's keys, in their order whoever finished last.
+  void merge(const Item& item, int num_parts, const float* first, int64_t size) {
+    for (int i = 0; i < item.count; ++i, first += record_size()) {
+      float peak = -kInfinity, total = 0.0f;
+      for (int part = 0; part < num_parts; ++part) peak = std::max(peak, first[part * size]);
+      const float shift = peak == -kInfinity ? 0.0f : peak;
+      const int64_t token = item.first_token + (item.first_query + i) / step.group;
+      const int64_t head = item.kv_head * step.group + (item.first_query + i) % step.group;
+      float* out = step.out + (token * step.num_heads + head) * step.head_dim;
+      std::fill(out, out + step.head_dim, 0.0f);
+      for (int part = 0; part < num_parts; ++part) {
+        const float* record = first + part * size;
+        const float decay = exponential(splat(record[0] - shift))[0];
+        total += record[1] * decay;
+        for (int64_t d = 0; d < step.head_dim; ++d) out[d] += record[2 + d] * decay;
+      }
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      for (int64_t d = 0; d < step.head_dim; ++d) out[d] *= inverse;
+    }
+  }
 
   void help() {
     thread_local Scratch scratch;
@@ -463,7 +546,7 @@ struct Work {
     for (int64_t i = next.fetch_add(1); i < count;) {
       const int64_t following = next.fetch_add(1);
       const Item& item = items[count - 1 - i];
-      Walk<T>(step, item, following < count ? items[count - 1 - following] : item, scratch).run();
+      walk(item, following < count ? items[count - 1 - following] : item, scratch);
       if (done.fetch_add(1) + 1 == count) done.notify_all();
       i = following;
     }
@@ -482,14 +565,16 @@ ffi::Error run(ffi::ThreadPool& pool, const Step<T>& step, int64_t num_rows, boo
     for (int32_t query = 0; query < num_queries; query += kMaxQueries) {
       const int32_t count = std::min<int64_t>(kMaxQueries, num_queries - query);
       for (int32_t kv_head = 0; kv_head < step.num_kv_heads; ++kv_head) {
-        work->items.push_back({row, kv_head, first_token, query, count});
+        work->add({row, kv_head, first_token, query, count}, num_queries <= kMaxQueries);
       }
     }
   }
+  work->records.reset(new float[work->num_records * work->record_size()]);
   // Waking a thread costs some microseconds: small steps do not.
   constexpr int64_t kWorthAThread = 1 << 18;
   cost *= step.num_kv_heads * step.head_dim;
-  const int64_t num_helpers = std::min<int64_t>({pool.num_threads() - 1, static_cast<int64_t>(work->items.size()) - 1, cost / kWorthAThread});
+  const int64_t num_items = work->items.size();
+  const int64_t num_helpers = std::min<int64_t>({pool.num_threads() - 1, num_items - 1, cost / kWorthAThread});
   for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work->help(); });
   work->help();
   const int64_t count = work->items.size();

@@ -117,6 +117,32 @@ def test_edges_of_windows_and_chunks(spec: AttentionSpec, limit: dict[str, int],
     assert_close(spec, run(spec, args, implementation), brute_force(spec, args), args)
 
 
+# Around the places where the native kernel splits the keys of a row (1,024).
+LONG = AttentionSpec(
+    name="long", rows=((1, 1024), (1, 1025), (1, 2049), (1, 1), (3, 1026)), num_heads=2, num_kv_heads=1, head_dim=8, page_size=16,
+    max_pages=130,
+)  # fmt: skip
+
+
+@pytest.mark.skipif("cpu_native" not in FAST, reason="no C++ compiler")
+@pytest.mark.parametrize("limit", [{"has_sinks": True}, {"window": 1023}, {"chunk": 600, "num_heads": 20}], ids=str)
+def test_rows_whose_keys_are_split(limit: dict[str, int]) -> None:
+    spec = replace(LONG, **limit)
+    args = make_args(spec)
+    assert_close(spec, run(spec, args, "cpu_native"), brute_force(spec, args), args)
+
+
+@pytest.mark.skipif("cpu_native" not in FAST, reason="no C++ compiler")
+def test_the_bits_of_a_row_do_not_depend_on_its_batch() -> None:
+    batch, alone = replace(LONG, rows=LONG.rows[:3], is_decode=True), replace(LONG, rows=LONG.rows[2:3], is_decode=True)
+    args = make_args(batch)
+    one = AttentionArgs(
+        args.q[2:3], args.pages, args.page_tables[2:3], np.array([0, 1], np.int32), args.kv_length[2:3], np.array([0], np.int32),
+        args.position[2:3],
+    )  # fmt: skip
+    np.testing.assert_array_equal(run(batch, args, "cpu_native")[2:], run(alone, one, "cpu_native"))
+
+
 @pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize("spec", [DECODE, MIXED], ids=lambda spec: spec.name)
 def test_the_place_of_pages_does_not_matter(spec: AttentionSpec, implementation: str) -> None:
