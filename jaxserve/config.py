@@ -64,7 +64,9 @@ class EngineConfig:
     num_pages: int | None = setting(
         None, "KV pages, overriding what memory allows.", group="cache", aliases=("num_gpu_blocks_override",), low=2
     )
-    kv_cache_memory_bytes: int | None = setting(None, "Memory for KV pages, such as 4GiB.", group="cache", kind="bytes", low=1)
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Memory for KV pages of a device, such as 4GiB.", group="cache", kind="bytes", low=1
+    )
     gpu_memory_utilization: float = setting(0.92, "Share of a GPU's memory that jaxserve may take.", group="cache", low=0.01, high=1.0)
     enable_prefix_caching: bool = setting(True, "Reuse pages of equal prompt beginnings.", group="cache")
 
@@ -82,6 +84,12 @@ class EngineConfig:
         "Implementation of attention and of the products with weights; auto is the best that the device and the model allow.",
         group="execution",
         choices=("auto", "cpu_native", "mosaic_gpu", "triton", "xla", "reference"),
+    )
+    tensor_parallel_size: int = setting(
+        1, "Devices that share the model: each computes its part of the heads, MLPs and vocabulary.", group="execution", low=1, high=256
+    )
+    enable_expert_parallel: bool = setting(
+        False, "Deal out whole experts to those devices, in place of a part of each expert.", group="execution"
     )
     compilation_cache_dir: str | None = setting(
         None, "Persistent compile cache; default under the jaxserve cache directory.", group="execution"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +26,19 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.errors import InvalidRequest
-from jaxserve.models.load import load_model
+from jaxserve.models.load import load_model, load_model_on_mesh
 from jaxserve.models.registry import resolve_spec
+from jaxserve.models.shards import Shards, shard_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.backend import choose_backend
 from jaxserve.runner.compile import set_up_compile_cache
-from jaxserve.runner.device import choose_dtype, set_up_device
+from jaxserve.runner.device import choose_dtype, set_up_devices
 from jaxserve.runner.memory import (
     MIN_PAGES,
     MemoryPlan,
     check_token_budget,
     choose_num_pages,
+    fullest,
     group_limits,
     kv_budget,
     num_pages_key,
@@ -44,6 +46,7 @@ from jaxserve.runner.memory import (
     resolve_max_model_len,
     tree_bytes,
 )
+from jaxserve.runner.placement import device_mesh
 from jaxserve.runner.runner import ModelRunner, RunnerShape, penalty_state_shapes, recurrent_state_shapes, slot_state_shapes
 from jaxserve.scheduler.scheduler import Scheduler
 
@@ -89,30 +92,37 @@ def build_engine(config: EngineConfig, stage: Stage | None = None, *, max_host_b
     """
     timer = _Timer(stage)
     with timer.stage("device") as detail:
-        device = set_up_device(config)
+        devices = set_up_devices(config)
+        device, mesh = devices[0], device_mesh(devices)
         cache_directory = set_up_compile_cache(config)
         num_threads = config.num_threads or usable_cores()
         device_name = f"cpu, {num_threads} threads" if device.platform == "cpu" else device.device_kind
+        device_name = device_name if mesh is None else f"{mesh.size} x {device_name}"
         detail(device_name)
     with timer.stage("checkpoint") as detail:
         checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
-        spec = resolve_spec(checkpoint.config)
+        whole = resolve_spec(checkpoint.config)
+        spec = shard_spec(whole, Shards(config.tensor_parallel_size, config.enable_expert_parallel))  # what each device computes
         detail(str(checkpoint.path))
     with timer.stage("kernels") as detail:
-        dtype = choose_dtype(config.dtype, device, spec)
+        dtype = choose_dtype(config.dtype, device, whole)
         attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
         detail(f"{attention} ({attention_reason})")
     with timer.stage("weights") as detail:
-        model = load_model(spec, checkpoint.read, dtype, device=device, attention=attention)
+        if mesh is None:
+            model = load_model(whole, checkpoint.read, dtype, device=device, attention=attention)
+        else:
+            has_expert_parallel = config.enable_expert_parallel
+            model = load_model_on_mesh(whole, checkpoint, dtype, mesh=mesh, has_expert_parallel=has_expert_parallel, attention=attention)
         detail(dtype)
     with timer.stage("memory") as detail:
-        shape, plan = _plan_memory(config, spec, model, dtype, device, cache_directory, checkpoint.num_token_ids, max_host_bytes)
+        shape, plan = _plan_memory(config, spec, model, dtype, devices, cache_directory, checkpoint.num_token_ids, max_host_bytes)
         detail(f"{plan.num_pages:,} pages")
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
             logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
     with timer.stage("programs") as detail:
-        runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
+        runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device, mesh=mesh)
         del model
         num_programs, num_cached = runner.compile(
             lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
@@ -121,7 +131,8 @@ def build_engine(config: EngineConfig, stage: Stage | None = None, *, max_host_b
         detail(f"{num_programs}, {num_cached} from the compile cache")
     info = _engine_info(
         config, checkpoint, spec, shape, dtype,
-        device=device_name, attention=attention, attention_reason=attention_reason, kv_cache_bytes=plan.kv_bytes,
+        device=device_name, tensor_parallel_size=len(devices), attention=attention, attention_reason=attention_reason,
+        kv_cache_bytes=plan.kv_bytes,
         num_programs=num_programs, num_cached_programs=num_cached,
     )  # fmt: skip
     scheduler = Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets)
@@ -152,12 +163,13 @@ def _plan_memory(
     spec: ModelSpec,
     model: Any,
     dtype: str,
-    device: jax.Device,
+    devices: Sequence[jax.Device],
     cache_directory: Path,
     num_token_ids: int | None,
     max_host_bytes: int | None,
 ) -> tuple[RunnerShape, MemoryPlan]:
-    """Decides the number of pages and the longest sequence, hence every shape."""
+    """Decides the number of pages and the longest sequence, hence every shape. `spec` is what each device computes."""
+    device = fullest(devices)
     defaults = _DEFAULT_LIMITS["cpu" if device.platform == "cpu" else "gpu"]
     max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
     buckets = Buckets.build(
@@ -179,7 +191,7 @@ def _plan_memory(
     )
     state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
     recurrent_bytes = tree_bytes(recurrent_state_shapes(spec, shape.num_slots))
-    temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, device)
+    temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, devices)
     budget = kv_budget(
         config,
         device,
@@ -203,7 +215,7 @@ def _plan_memory(
         num_kv_tokens=(num_pages - 1) // len(spec.kv_groups) * config.page_size,
     )
     plan = MemoryPlan(
-        weights_bytes=tree_bytes(jax.tree.leaves(model)),
+        weights_bytes=tree_bytes(jax.tree.leaves(model)) // len(devices),
         state_bytes=state_bytes,
         recurrent_bytes=recurrent_bytes,
         temporaries_bytes=temporaries_bytes,
@@ -215,11 +227,11 @@ def _plan_memory(
     return replace(shape, num_pages=num_pages, max_model_len=max_model_len), plan
 
 
-def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, dtype: str, device: jax.Device) -> int:
+def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, dtype: str, devices: Sequence[jax.Device]) -> int:
     """Temporaries of the largest step, measured by compiling it with hardly any pages; 0 on CPU, where pages do not compete for memory."""
-    if device.platform == "cpu":
+    if devices[0].platform == "cpu":
         return 0
-    runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device)
+    runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=devices[0], mesh=device_mesh(devices))
     largest = max(shape.buckets.all(), key=lambda bucket: (bucket.tokens, bucket.logits_rows))
     try:
         return runner.lower(largest)().compile().memory_analysis().temp_size_in_bytes

@@ -26,7 +26,8 @@ class EngineInfo:
         num_pages: KV pages, the null page included.
         max_waiting: Waiting sequences beyond which the server refuses more; 0 is no limit.
         attention_reason: Why this attention implementation was chosen.
-        kv_cache_bytes: Memory of all page arrays together.
+        tensor_parallel_size: Devices that share the model.
+        kv_cache_bytes: Memory of all page arrays together, on one device.
         num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
         has_embeddings: Prompts may be embedded; vectors have `embedding_size` values, pooled by `default_pooling` where a request says
             nothing.
@@ -59,6 +60,7 @@ class EngineInfo:
     device: str = "cpu"
     attention: str = ""
     attention_reason: str = ""
+    tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0
     num_programs: int = 0
     num_cached_programs: int = 0

@@ -55,6 +55,8 @@ def shard_spec(spec: ModelSpec, shards: Shards) -> ModelSpec:
     Raises:
         ConfigError: The model cannot be cut so; the message has the reason and the nearest sizes that work.
     """
+    if shards.has_expert_parallel and not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave out --enable-expert-parallel.")
     if (reason := _obstacle(spec, shards)) is not None:
         raise ConfigError(_refusal(spec, shards, reason))
     return replace(spec, layers=tuple(_shard_layer(layer, shards) for layer in spec.layers))

@@ -1,6 +1,6 @@
 """Chooses the device, its threads and its dtype before JAX starts, and reports them (`jaxserve doctor`).
 
-`set_up_device` must run before anything asks JAX for a device: platform, thread count and GPU memory share are read once, when the
+`set_up_devices` must run before anything asks JAX for a device: platform, thread count and GPU memory share are read once, when the
 backend starts. Knows no model beyond the widths that the dtype probe multiplies. `runner.memory` says how
 much fits.
 """
@@ -42,14 +42,16 @@ PROBE_BYTES = 16 << 20
 """Weights that the probe walks through, as a step does: a single small matrix would stay in the processor's cache."""
 
 
-def set_up_device(config: EngineConfig) -> jax.Device:
-    """Starts JAX on the device that the configuration asks for, and returns it.
+def set_up_devices(config: EngineConfig) -> list[jax.Device]:
+    """Starts JAX on the kind of device that the configuration asks for, and returns as many as the model is to be shared by.
 
-    In a process where JAX already runs, takes the device from what there is; threads and memory share stay as they are.
+    In a process where JAX already runs, takes them from what there is; threads and memory share stay as they are. The CPU is cut into as
+    many devices as are needed.
 
     Raises:
-        ConfigError: No GPU was found where one was asked for, or there is an NVIDIA driver that JAX cannot use.
+        ConfigError: No GPU was found where one was asked for, too few are there, or there is an NVIDIA driver that JAX cannot use.
     """
+    count = config.tensor_parallel_size
     kind = choose_platform(config.device, nvidia_driver(), cuda_plugin(), jax.config.jax_platforms or "")
     if not xla_bridge.backends_are_initialized():
         if config.num_threads is not None or not {THREADS_VARIABLE, "NPROC"} & os.environ.keys():
@@ -58,14 +60,19 @@ def set_up_device(config: EngineConfig) -> jax.Device:
             os.environ[MEMORY_VARIABLE] = str(config.gpu_memory_utilization)
         # With the platforms named, a GPU that does not start is an error; by default JAX would go on with the CPU.
         jax.config.update("jax_platforms", "cpu" if kind == "cpu" else "cuda,cpu")
+        if kind == "cpu" and count > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            jax.config.update("jax_num_cpu_devices", count)
     try:
-        return jax.local_devices(backend=kind)[0]
+        devices = jax.local_devices(backend=kind)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"JAX cannot use the {kind}: {reason}. NVIDIA driver: {nvidia_driver() or 'none'}; CUDA plugin: {cuda_plugin() or 'none'}. "
             "Update the driver to what the plugin needs, or run on the CPU on purpose with --device cpu."
         ) from error
+    if count > len(devices):
+        raise ConfigError(f"tensor_parallel_size is {count}, but JAX has {len(devices)} {kind} devices here. Give {len(devices)} or less.")
+    return devices[:count]
 
 
 def choose_dtype(wanted: str, device: jax.Device, spec: ModelSpec) -> str:
@@ -111,10 +118,10 @@ def report() -> str:
     """What `jaxserve doctor` prints: versions, devices, threads, memory, and what would be used and why."""
     problem = None
     try:
-        device = set_up_device(EngineConfig(model=""))
+        device = set_up_devices(EngineConfig(model=""))[0]
     except ConfigError as error:
         problem = str(error)
-        device = set_up_device(EngineConfig(model="", device="cpu"))
+        device = set_up_devices(EngineConfig(model="", device="cpu"))[0]
     here = dispatch.this_device(device)
     attention, reason = dispatch.choose(here)
     rows = [

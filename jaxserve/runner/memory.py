@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What the device's memory holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers.
+    """What the memory of one device holds, in bytes. `state_bytes` is slot and penalty state; `page_bytes` one page in all layers.
 
     `temporaries_bytes` is 0 where nothing was set aside for them, as on CPU, `recurrent_bytes` where no layer has a state by slot; then
     the table is silent about them.
@@ -99,7 +99,7 @@ def tree_bytes(tree: Any) -> int:
 def kv_budget(
     config: EngineConfig, device: jax.Device, *, state_bytes: int = 0, temporaries_bytes: int = 0, max_host_bytes: int | None = None
 ) -> Budget:
-    """Memory for KV pages. To be asked once the weights are loaded, so that they count as taken.
+    """Memory for KV pages on one device. To be asked once the weights are loaded, so that they count as taken.
 
     The configured size where there is one; on CPU 1 GiB, bounded by a quarter of what is free; on GPU all of jaxserve's share that
     weights, state and temporaries leave, but 1 GiB.
@@ -107,15 +107,16 @@ def kv_budget(
     Args:
         config, device: What was asked for, and where.
         state_bytes, temporaries_bytes: What slots and the largest step take beside the pages.
-        max_host_bytes: Memory of the machine that this process may take in all, on CPU; None is no limit.
+        max_host_bytes: Memory of the machine that this process may take in all, on CPU; None is no limit. Devices of the CPU share it.
 
     Raises:
         ConfigError: The configured size is more than there is, or state and temporaries leave nothing.
     """
     if device.platform == "cpu":
-        free = free_host_bytes(max_host_bytes) - state_bytes - temporaries_bytes
-        reason = "the default of 1 GiB" if free >= 4 * GIB else "a quarter of the free memory"
-        default = Budget(min(CPU_DEFAULT_BYTES, free // 4), reason, free)
+        count = config.tensor_parallel_size
+        free = free_host_bytes(max_host_bytes) // count - state_bytes - temporaries_bytes
+        reason = "the default of 1 GiB" if free * count >= 4 * GIB else "a quarter of the free memory"
+        default = Budget(min(CPU_DEFAULT_BYTES // count, free // 4), reason, free)
     else:
         stats = device.memory_stats() or {}
         free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
@@ -133,6 +134,16 @@ def kv_budget(
             "Give a smaller --kv-cache-memory-bytes."
         )
     return Budget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes", free)
+
+
+def fullest(devices: Sequence[jax.Device]) -> jax.Device:
+    """The device with the least memory left; all have pages of equal number."""
+
+    def free(device: jax.Device) -> int:
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        return stats["bytes_limit"] - stats["bytes_in_use"] if stats else 0
+
+    return min(devices, key=free)
 
 
 def free_host_bytes(max_host_bytes: int | None = None) -> int:
@@ -192,8 +203,15 @@ def round_num_pages(num_pages: int) -> int:
 
 
 def num_pages_key(spec: ModelSpec, config: EngineConfig, dtype: DTypeLike, device: jax.Device) -> str:
-    """Names a number of pages to remember: the same for starts that would compile the same programs but for it."""
-    parts = (spec, str(jnp.dtype(dtype)), config.page_size, config.kv_cache_memory_bytes, config.gpu_memory_utilization, device.device_kind)
+    """Names a number of pages to remember: the same for starts that would compile the same programs but for it.
+
+    `spec` is what one device computes.
+    """
+    parts: tuple[Any, ...] = (
+        spec, str(jnp.dtype(dtype)), config.page_size, config.kv_cache_memory_bytes, config.gpu_memory_utilization, device.device_kind
+    )  # fmt: skip
+    if config.tensor_parallel_size > 1:
+        parts = (*parts, config.tensor_parallel_size, config.enable_expert_parallel)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

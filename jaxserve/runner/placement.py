@@ -7,13 +7,14 @@ would be without this file. Next: `runner.runner`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.arrays import RecurrentState
 from jaxserve.models.shards import AXIS
@@ -31,11 +32,16 @@ def memory_partition(spec: ModelSpec) -> tuple[Any, ...]:
     return pages, WHOLE, WHOLE, (state,) * len(spec.recurrent_layers)
 
 
+def device_mesh(devices: Sequence[jax.Device]) -> Mesh | None:
+    """The mesh of devices that share a model; None for one device, which needs none."""
+    return None if len(devices) == 1 else Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 class Placement:
     """One device, or a mesh. The devices of a mesh may be those of a topology: then programs can be lowered and nothing else."""
 
-    def __init__(self, device: jax.Device | None = None, mesh: Mesh | None = None) -> None:
-        assert (device is None) != (mesh is None), "one of device and mesh"
+    def __init__(self, device: jax.Device | None, mesh: Mesh | None) -> None:
+        assert device is not None or mesh is not None, "neither device nor mesh"
         self.device, self.mesh = device, mesh
         self.is_shared = mesh is not None and mesh.size > 1
 

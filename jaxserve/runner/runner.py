@@ -108,8 +108,8 @@ class ModelRunner:
         spec: What one device computes, which is the model's own spec.
         shape: Sizes of the programs; those of one device where the model is in shards.
         kv_dtype: Of the pages.
-        device: Where everything lives,
-        mesh: or the devices that share it.
+        device: Where everything lives, where there is no mesh.
+        mesh: The devices that share it.
     """
 
     def __init__(

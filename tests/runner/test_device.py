@@ -20,7 +20,7 @@ from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.nvidia import choose_platform
 from jaxserve.runner import device as device_module
-from jaxserve.runner.device import choose_dtype, report, set_up_device
+from jaxserve.runner.device import choose_dtype, report, set_up_devices
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_a_backend_that_fails_names_driver_and_plugin(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device_module, "nvidia_driver", lambda: "470.57")
     monkeypatch.setattr(device_module, "cuda_plugin", lambda: "xla_cuda12")
     with pytest.raises(ConfigError, match=r"cannot use the gpu: .*470\.57.*xla_cuda12.*--device cpu"):
-        set_up_device(EngineConfig(model="m", device="gpu"))
-    assert set_up_device(EngineConfig(model="m", device="cpu")).platform == "cpu"
+        set_up_devices(EngineConfig(model="m", device="gpu"))
+    assert set_up_devices(EngineConfig(model="m", device="cpu"))[0].platform == "cpu"
 
 
 def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,8 @@ def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
 THREADS_SCRIPT = """
 import os, sys
 from jaxserve.config import EngineConfig
-from jaxserve.runner.device import set_up_device
-set_up_device(EngineConfig(model="m", device="cpu", num_threads=3, gpu_memory_utilization=0.5))
+from jaxserve.runner.device import set_up_devices
+set_up_devices(EngineConfig(model="m", device="cpu", num_threads=3, gpu_memory_utilization=0.5))
 import jax.numpy as jnp
 (jnp.ones((64, 64)) @ jnp.ones((64, 64))).block_until_ready()
 names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
