@@ -186,11 +186,16 @@ def shared_memory_bytes(lowered: jax.stages.Lowered) -> dict[str, int]:
     found: dict[str, int] = {}
     for target, payload in kernel_payloads(lowered):
         if "triton" in target:
-            # A TritonAnyKernelCall: its kernel_call's kernel, which has the name as field 1 and the shared memory as field 3.
-            kernel = _proto_fields(_proto_fields(_proto_fields(zlib.decompress(payload))[1])[1])
-            name = bytes(kernel[1]).decode()
-            found[name] = max(found.get(name, 0), int(kernel.get(3, 0)))
+            name, size = triton_kernel(payload)
+            found[name] = max(found.get(name, 0), size)
     return found
+
+
+def triton_kernel(payload: bytes) -> tuple[str, int]:
+    """Name and bytes of shared memory of a Triton kernel, as its custom call carries it."""
+    # A TritonAnyKernelCall: its kernel_call's kernel, which has the name as field 1 and the shared memory as field 3.
+    kernel = _proto_fields(_proto_fields(_proto_fields(zlib.decompress(payload))[1])[1])
+    return bytes(kernel[1]).decode(), int(kernel.get(3, 0))
 
 
 def kernel_payloads(lowered: jax.stages.Lowered) -> set[tuple[str, bytes]]:
