@@ -109,7 +109,9 @@ def read_engine_config(model: Any, settings: Mapping[str, Any], owner: str) -> E
     values: dict[str, Any] = {}
     for given, value in settings.items():
         if given in {spec.name for spec in fields(ServerConfig)}:
-            raise ConfigError(f"{owner} is one engine in this process; {given} is a setting of a server: start one with `jaxserve serve`.")
+            raise ConfigError(
+                f"{owner} is one engine in this process, and {given} a setting of a server: run `jaxserve serve MODEL --{_dashed(given)}`."
+            )
         if given not in names:
             raise ConfigError(f"{owner} has no setting {given!r}.{nearest(given, list(names))}")
         if names[given] in values:

@@ -102,7 +102,7 @@ def is_empty(engine: Engine) -> bool:
     if engine.has_work:
         return False
     engine.scheduler.check_integrity()
-    return engine.scheduler._pages.pool.num_used == 0
+    return engine.scheduler.roster.pages.pool.num_used == 0
 
 
 def test_each_output_is_the_whole_answer_so_far(llm: AsyncLLM, tokenizer: Tokenizer) -> None:
@@ -292,6 +292,8 @@ def test_an_event_loop_that_ends_in_the_middle_leaves_the_engine_usable(llm: Asy
 def test_wrong_settings_are_found_before_anything_loads() -> None:
     with pytest.raises(ConfigError, match="AsyncLLM has no setting 'max_modle_len'. Did you mean max_model_len"):
         AsyncLLM("nowhere", max_modle_len=5)
+    with pytest.raises(ConfigError, match="one engine in this process, .*`jaxserve serve MODEL --data-parallel-size`"):
+        AsyncLLM("nowhere", data_parallel_size=2)
 
 
 def test_an_embedding_beside_generation(llm: AsyncLLM, engine: Engine) -> None:

@@ -66,6 +66,8 @@ def test_sizes(text: str, value: int) -> None:
         ("served_model_name", ["a", 3]),
         ("port", None),
         ("port", "65536"),
+        ("data_parallel_size", "0"),
+        ("data_parallel_size", "65"),
     ],
 )
 def test_a_bad_value_names_its_origin_and_itself(name: str, raw: object) -> None:

@@ -318,3 +318,30 @@ def test_flushing_and_profiling_reach_all(start_server, monkeypatch, tmp_path):
         assert not running
         with pytest.raises(grpc.RpcError, match="no trace is running"):
             stub.StopProfile(common_pb2.StopProfileRequest(), timeout=TIMEOUT_S)
+
+
+def test_an_engine_that_makes_no_progress_gets_nothing_new(start_server, monkeypatch):
+    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.05)
+    with start_server(ServerConfig(stall_timeout=1), num_engines=2) as server, server.channel() as channel:
+        stub = VllmEngineStub(channel)
+        stalled, healthy = server.front_end.client.engines
+        server.engine_sides[0].runner.gate.clear()
+        call = start(stub, [3, 7], rank=0)
+        until(lambda: not stalled.is_healthy)
+        assert healthy.is_healthy
+        for i in range(4):
+            assert list(complete(stub, [6, i]).output_ids) == server.output_ids([6, i], 4)
+        assert (status(server, "/ready"), num_open(server)) == (200, [1, 0])
+        assert by_engine(scrape(server), "engine_up") == [0, 1]
+        release(server)
+        assert [response.complete.finish_reason for response in call] == ["length"]
+
+
+def test_what_fits_the_smaller_engine_is_taken(pair):
+    pair.lose_engine(1)
+    pair.engine_sides[1].info_changes = {"max_model_len": 99}
+    pair.return_engine(1)
+    until(lambda: pair.front_end.client.engines[1].is_healthy)
+    assert pair.front_end.service.info.max_model_len == 99
+    with pair.client() as client, pytest.raises(openai.BadRequestError, match="99"):
+        post(client, prompt=[5] * 100)
