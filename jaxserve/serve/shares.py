@@ -44,7 +44,7 @@ def shares(config: EngineConfig, count: int) -> list[Share]:
     if platform == "cpu":
         num_threads = config.num_threads or max(1, usable_cores() // count)
         return [Share(num_threads=num_threads, max_host_bytes=free_memory() // count)] * count
-    size, gpus = getattr(config, "tensor_parallel_size", 1), visible_gpus()
+    size, gpus = config.tensor_parallel_size, visible_gpus()
     if count * size > len(gpus):
         raise ConfigError(
             f"data_parallel_size is {count} and tensor_parallel_size {size}: that takes {count * size} GPUs, and there are {len(gpus)} "
