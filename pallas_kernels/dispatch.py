@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import tuning
 from pallas_kernels.linear import cpu_native as native_linear
 from pallas_kernels.paged_attention import cpu_native as native_attention
 
@@ -23,8 +24,8 @@ IMPLEMENTATIONS = ("cpu_native", "mosaic_gpu", "triton", "xla", "reference")
 
 _FALLBACKS = {
     "linear": {"mosaic_gpu": "xla", "triton": "xla"},
-    "grouped_linear": {"cpu_native": "xla", "mosaic_gpu": "xla", "triton": "xla"},
-    "write_kv": {"cpu_native": "xla", "mosaic_gpu": "xla", "triton": "xla"},
+    "grouped_linear": {"cpu_native": "xla", "mosaic_gpu": "triton"},
+    "write_kv": {"cpu_native": "xla", "mosaic_gpu": "xla"},
 }
 """By operation: what runs in place of an implementation that it does not have."""
 
@@ -36,10 +37,12 @@ class Device:
     Attributes:
         platform: JAX's name: "cpu", "gpu".
         capability: Compute capability of an NVIDIA GPU, such as (9, 0).
+        kind: JAX's name of the model, such as "NVIDIA H200"; measurements lie under it (`tuning`).
     """
 
     platform: str
     capability: tuple[int, int] | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +71,9 @@ def this_device(device: jax.Device | None = None) -> Device:
     device = device or jax.devices()[0]
     capability = getattr(device, "compute_capability", None)  # "9.0"; CPU devices have none
     if capability is None:
-        return Device(device.platform)
+        return Device(device.platform, kind=device.device_kind)
     major, _, minor = str(capability).partition(".")
-    return Device(device.platform, (int(major), int(minor or 0)))
+    return Device(device.platform, (int(major), int(minor or 0)), device.device_kind)
 
 
 def lacks(implementation: str, device: Device, *needs: Needs) -> str | None:
@@ -101,11 +104,14 @@ def available(device: Device | None = None, *needs: Needs) -> dict[str, str | No
 def choose(device: Device, *needs: Needs) -> tuple[str, str]:
     """The implementation for layers with these needs (a plain layer, if none is given), and one clause that says why.
 
-    On GPU mosaic_gpu is passed over: no measurement has shown it faster than triton.
+    On a GPU it is what was measured to be the fastest there (`tuning.fastest`), if it lacks nothing; else triton.
     """
     if device.platform == "cpu":
         reason = lacks("cpu_native", device, *needs)
         return ("cpu_native", "native code for this CPU") if reason is None else ("xla", f"cpu_native lacks: {reason}")
+    measured = tuning.fastest("paged_attention", device.kind)
+    if measured is not None and lacks(measured, device, *needs) is None:
+        return measured, f"measured to be the fastest on {device.kind}"
     reason = lacks("triton", device, *needs)
     if reason is None and device.capability is not None:
         return "triton", "the default for GPUs of capability {}.{}".format(*device.capability)

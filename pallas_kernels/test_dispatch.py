@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.dispatch import Device, Needs
 from pallas_kernels.linear import xla as xla_linear
 from pallas_kernels.paged_attention import cpu_native
@@ -73,6 +73,15 @@ def test_describes_a_jax_device() -> None:
     class Card:
         platform = "gpu"
         compute_capability = "12.1"
+        device_kind = "NVIDIA Something"
 
-    assert dispatch.this_device(Card()) == Device("gpu", (12, 1))
-    assert dispatch.this_device() == CPU
+    assert dispatch.this_device(Card()) == Device("gpu", (12, 1), "NVIDIA Something")
+    assert dispatch.this_device() == Device("cpu", None, "cpu")
+
+
+def test_what_was_measured_fastest_is_taken_where_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "fastest", lambda operation, kind: "mosaic_gpu" if kind == "Card" else None)
+    card = Device("gpu", (9, 0), "Card")
+    assert dispatch.choose(card) == ("mosaic_gpu", "measured to be the fastest on Card")
+    assert dispatch.choose(card, Needs(page_dtype="float32"))[0] == "triton"
+    assert dispatch.choose(H200)[0] == "triton"

@@ -11,21 +11,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.quantized_kv import stored_values
 
-SCORES_AT_ONCE = 1024
-"""Tokens times keys in a step of the inner loop: few tokens take many keys, because a step has a fixed cost of its own."""
-MIN_KV_TILE = 64
-"""Keys in a step of the inner loop, at least (or one page, where pages are larger)."""
-ROWS_AT_ONCE = 16
-"""Rows with one token that share a step of the inner loop; they run as long as the longest of them."""
-QUERY_TILE = 32
-"""Tokens of a chunk that share a walk over the keys."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much a loop takes at once.
+
+    Attributes:
+        scores: Tokens times keys in a step of the inner loop: few tokens take many keys, because a step has a fixed cost of its own.
+        min_kv_tile: Keys in a step of the inner loop, at least (or one page, where pages are larger).
+        rows: Rows with one token that share a step of the inner loop; they run as long as the longest of them.
+        query_tile: Tokens of a chunk that share a walk over the keys.
+    """
+
+    scores: int = 1024
+    min_kv_tile: int = 64
+    rows: int = 16
+    query_tile: int = 32
+
+
+TUNABLES = {"scores": (512, 2048, 4096), "rows": (4, 8, 32), "query_tile": (16, 64, 128)}
+"""What `tuning` may try beside the defaults."""
 
 
 class _Softmax(NamedTuple):
@@ -55,27 +69,39 @@ def paged_attention(
 ) -> jax.Array:
     """See `api.paged_attention`."""
     num_tokens, num_rows = q.shape[0], page_tables.shape[0]
+    shape_class = tuning.shape_class(
+        "decode" if is_decode else "mixed",
+        rounded={"rows": num_rows, "tokens": num_tokens, "keys": page_tables.shape[1] * pages.shape[3]},
+        dtype=pages.dtype.name, parts=pages.shape[1], kv_heads=pages.shape[2], group=q.shape[1] // pages.shape[2], head_dim=q.shape[2],
+    )  # fmt: skip
+    sizes = tuning.tuned("paged_attention", "xla", shape_class, Sizes())
     attend = functools.partial(
-        _attend, pages=pages, kv_scales=kv_scales, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks
+        _attend, sizes=sizes, pages=pages, kv_scales=kv_scales, scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks
     )
-    spare = max(ROWS_AT_ONCE, QUERY_TILE)  # the last tile of a loop may reach past the last token
+    spare = max(sizes.rows, sizes.query_tile)  # the last tile of a loop may reach past the last token
     padded_q = jnp.pad(q, ((0, spare), (0, 0), (0, 0)))
     out = jnp.zeros(padded_q.shape, q.dtype)
     if is_decode:
         num_single = jnp.max(jnp.where(kv_length > 0, jnp.arange(num_rows) + 1, 0))
-        return _single_rows(attend, out, padded_q, page_tables, kv_length, num_single)[:num_tokens]
+        return _single_rows(attend, sizes.rows, out, padded_q, page_tables, kv_length, num_single)[:num_tokens]
     count = jnp.diff(row_start)
     num_single = jnp.cumprod((count == 1).astype(jnp.int32)).sum()
-    out = _single_rows(attend, out, padded_q, page_tables, kv_length, num_single)
+    out = _single_rows(attend, sizes.rows, out, padded_q, page_tables, kv_length, num_single)
     padded_position = jnp.pad(position, (0, spare))
-    return _chunks(attend, out, padded_q, page_tables, row_start, padded_position, num_single)[:num_tokens]
+    return _chunks(attend, sizes.query_tile, out, padded_q, page_tables, row_start, padded_position, num_single)[:num_tokens]
 
 
 def _single_rows(
-    attend: Callable[..., jax.Array], out: jax.Array, q: jax.Array, tables: jax.Array, kv_length: jax.Array, num_single: jax.Array
+    attend: Callable[..., jax.Array],
+    rows: int,
+    out: jax.Array,
+    q: jax.Array,
+    tables: jax.Array,
+    kv_length: jax.Array,
+    num_single: jax.Array,
 ) -> jax.Array:
     """Writes the output of tokens [0, num_single): token b is the only one of row b. What follows in its last tile becomes 0."""
-    width = min(ROWS_AT_ONCE, tables.shape[0])
+    width = min(rows, tables.shape[0])
     rows_to_pad = -tables.shape[0] % width
     tables = jnp.pad(tables, ((0, rows_to_pad), (0, 0)))
     end_key = jnp.where(jnp.arange(kv_length.shape[0]) < num_single, kv_length, 0)
@@ -97,6 +123,7 @@ def _single_rows(
 
 def _chunks(
     attend: Callable[..., jax.Array],
+    query_tile: int,
     out: jax.Array,
     q: jax.Array,
     tables: jax.Array,
@@ -109,16 +136,16 @@ def _chunks(
     Tiles run in ascending order and put 0 past their row's end; the next row's first tile overwrites that.
     """
     count = jnp.where(jnp.arange(tables.shape[0]) < num_single, 0, jnp.diff(row_start))
-    tiles_end = jnp.cumsum((count + QUERY_TILE - 1) // QUERY_TILE)
+    tiles_end = jnp.cumsum((count + query_tile - 1) // query_tile)
 
     def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.sum(tiles_end <= i)
         index_in_row = i - jnp.where(row > 0, tiles_end[row - 1], 0)
-        start = row_start[row] + index_in_row * QUERY_TILE
-        is_mine = start + jnp.arange(QUERY_TILE) < row_start[row + 1]
-        positions = jnp.where(is_mine, jax.lax.dynamic_slice_in_dim(position, start, QUERY_TILE), -1)
+        start = row_start[row] + index_in_row * query_tile
+        is_mine = start + jnp.arange(query_tile) < row_start[row + 1]
+        positions = jnp.where(is_mine, jax.lax.dynamic_slice_in_dim(position, start, query_tile), -1)
         tile = attend(
-            jax.lax.dynamic_slice_in_dim(q, start, QUERY_TILE)[None],
+            jax.lax.dynamic_slice_in_dim(q, start, query_tile)[None],
             jax.lax.dynamic_slice_in_dim(tables, row, 1),
             position=positions[None],
             end_key=positions.max(keepdims=True) + 1,
@@ -141,12 +168,13 @@ def _attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
+    sizes: Sizes,
 ) -> jax.Array:
     """Attention of W x M tokens: q [W, M, N, H], tables [W, P], position [W, M] (-1 sees nothing), end_key [W]."""
     width, num_queries, num_heads, head_dim = q.shape
     _, num_parts, num_kv_heads, page_size, _ = pages.shape
     group = num_heads // num_kv_heads
-    keys_at_once = max(MIN_KV_TILE, SCORES_AT_ONCE // (width * num_queries))
+    keys_at_once = max(sizes.min_kv_tile, sizes.scores // (width * num_queries))
     pages_in_tile = max(1, min(keys_at_once // page_size, tables.shape[1]))
     tile = pages_in_tile * page_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_in_tile)))

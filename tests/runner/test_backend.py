@@ -19,8 +19,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Needs
 
 CPU = jax.devices("cpu")[0]
-A100: Any = SimpleNamespace(platform="gpu", compute_capability="8.0")
-H200: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+A100: Any = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A")
+H200: Any = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H")
 
 
 def golden(directory: Path, name: str) -> ModelSpec:
