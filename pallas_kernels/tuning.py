@@ -2,7 +2,7 @@
 
 An implementation computes its sizes as a frozen dataclass and asks `tuned`, at the time it is traced. What was measured lies in
 `pallas_kernels/<operation>/tuning/<device>.json`, by shape class; there is no file for most devices, and then nothing changes. A module
-with sizes to tune says which and what to try: `TUNABLES`, field to values. Knows no kernel and measures nothing: `jaxserve bench
+with sizes to tune says what to try: `TUNABLES`, from the first word of a shape class to fields and their values. Knows no kernel and measures nothing: `jaxserve bench
 kernels --tune` does, with `trial`, and writes with `write`.
 """
 

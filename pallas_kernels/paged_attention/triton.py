@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_sizes
 from pallas_kernels.paged_attention.triton_sizes import Sizes
 from pallas_kernels.triton_launch import launch
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 576
 """Queries and sums of one row of a tile stay in registers."""
+_TILES = {"tile": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}
+TUNABLES = {
+    "single": {**_TILES, "num_splits": (1, 2, 4, 8, 16, 32), "min_tiles": (1, 2, 4, 8)},
+    "many": {**_TILES, "block_m": (16, 32, 64, 128)},
+}
+"""What `tuning` may try of `Sizes`, by launch; what does not fit a card does not compile there, and is passed over."""
 
 
 def lacks(needs: Needs, capability: tuple[int, int] | None) -> str | None:
@@ -111,6 +118,7 @@ class _Call:
             num_rows=self.num_rows, num_kv_heads=self.num_kv_heads, group=self.group, num_parts=self.num_parts, head_dim=self.head_dim,
             page_bytes=self.page_bytes, dot_bytes=self.dot_bytes, max_keys=self.max_pages * self.page_size,
         )  # fmt: skip
+        sizes = self._tuned("single", {"rows": self.num_rows, "keys": self.max_pages * self.page_size}, sizes)
         unused = self.reads["position"]
         if sizes.num_splits == 1:
             return self._attend(rows, sizes, self.num_rows, {"tiles": unused, "stats": unused}, {"out": out})[0]
@@ -126,10 +134,19 @@ class _Call:
         sizes = triton_sizes.many_token_sizes(
             group=self.group, num_parts=self.num_parts, head_dim=self.head_dim, page_bytes=self.page_bytes, dot_bytes=self.dot_bytes
         )
+        sizes = self._tuned("many", {}, sizes)
         tiles = token_tiles(self.row_start, self.q.shape[0], sizes.tokens)
         unused = {"stats": self.reads["position"]}
         out = jax.ShapeDtypeStruct(self.q.shape, self.q.dtype)
         return self._attend("tiles", sizes, tiles.shape[0], {"tiles": tiles, **unused}, {"out": out})[0]
+
+    def _tuned(self, kind: str, rounded: dict[str, int], sizes: Sizes) -> Sizes:
+        """The sizes of a launch, as measured where they were."""
+        shape_class = tuning.shape_class(
+            kind, rounded=rounded, group=self.group, kv_heads=self.num_kv_heads, parts=self.num_parts, head_dim=self.head_dim,
+            page_bytes=self.page_bytes, dot_bytes=self.dot_bytes,
+        )  # fmt: skip
+        return tuning.tuned("paged_attention", "triton", shape_class, sizes)
 
     def _attend(
         self,

@@ -38,8 +38,9 @@ class Sizes:
     query_tile: int = 32
 
 
-TUNABLES = {"scores": (512, 2048, 4096), "rows": (4, 8, 32), "query_tile": (16, 64, 128)}
-"""What `tuning` may try beside the defaults."""
+_SINGLE = {"scores": (512, 2048, 4096), "rows": (4, 8, 32)}
+TUNABLES = {"decode": _SINGLE, "mixed": {**_SINGLE, "query_tile": (16, 64, 128)}}
+"""What `tuning` may try beside the defaults, by kind of step."""
 
 
 class _Softmax(NamedTuple):
