@@ -386,7 +386,7 @@ class CountingLoop:
             plan.num_tokens <= self.limits.max_num_batched_tokens
             and len(plan.rows) <= self.scheduler.num_running <= self.limits.max_num_seqs
         )
-        pool = self.scheduler._pages.pool
+        pool = self.scheduler.roster.pages.pool
         self.runner.poison([page for page in range(1, pool.num_pages) if not pool.ref_count(page) and not pool.is_cached(page)])
         for _plan, pending in self.in_flight:
             new = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1}
@@ -400,7 +400,7 @@ class CountingLoop:
         return plan
 
     def _tokens_of(self, seq_id: int) -> Sequence[int]:
-        return self.scheduler._sequences[seq_id].token_ids
+        return self.scheduler.roster.sequences[seq_id].token_ids
 
     def collect(self) -> None:
         """Commit the oldest dispatched step."""

@@ -7,10 +7,10 @@ mean equal KV content. Knows no sequences; lookups neither own nor touch pages. 
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from struct import Struct
 from typing import NamedTuple
 
 from jaxserve.cache.page_pool import NULL_PAGE, PagePool
@@ -42,10 +42,11 @@ class PrefixCache:
     def __init__(self, pool: PagePool, page_size: int, groups: Sequence[GroupLimits] = (GroupLimits(),)) -> None:
         self._pool = pool
         self._page_size = page_size
+        self._pack_page = Struct(f"<{page_size}I").pack
         self._groups = tuple(groups)
         self._is_whole = [group.reach is None for group in groups]
         self._group_tags = [group.to_bytes(4, "little") for group in range(len(groups))]
-        self._pages: dict[bytes, dict[int, None]] = {}
+        self._pages: dict[bytes, list[int]] = {}  # never empty, the page that was filled first ahead
         self._keys: dict[int, bytes] = {}
         # Random, so that keys cannot be predicted or compared across processes.
         self._secret = secrets.token_bytes(32)
@@ -67,11 +68,9 @@ class PrefixCache:
 
     def extend_hashes(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], num_pages: int) -> None:
         """Append the hashes of pages `len(hashes)` .. num_pages - 1 of `token_ids`; the chain starts at `root`."""
-        parent, first = hashes[-1] if hashes else root, len(hashes) * self._page_size
-        tokens = array("i", token_ids[first : num_pages * self._page_size])
-        data, page_bytes = tokens.tobytes(), self._page_size * tokens.itemsize
-        for start in range(0, len(data), page_bytes):
-            parent = sha256(parent + data[start : start + page_bytes]).digest()
+        parent, size = hashes[-1] if hashes else root, self._page_size
+        for start in range(len(hashes) * size, num_pages * size, size):
+            parent = sha256(parent + self._pack_page(*token_ids[start : start + size])).digest()
             hashes.append(parent)
 
     def find(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int], max_pages: int) -> Hit:
@@ -91,7 +90,7 @@ class PrefixCache:
             for group, tag in enumerate(self._group_tags):
                 key = hashes[i] + tag
                 if pages := self._pages.get(key):
-                    chains[group].append(next(iter(pages)))
+                    chains[group].append(pages[0])
                 else:
                     chains[group].append(NULL_PAGE)
                     starts[group] = i + 1
@@ -121,9 +120,8 @@ class PrefixCache:
     def register(self, page_hash: bytes, group: int, page: int) -> None:
         """The owned page now holds the full page with this hash. A page is filled once, so it gets a key once."""
         assert page not in self._keys, f"page {page} is written again while its prefix is known"
-        key = page_hash + self._group_tags[group]
-        self._keys[page] = key
-        self._pages.setdefault(key, {})[page] = None
+        self._keys[page] = key = page_hash + self._group_tags[group]
+        self._pages.setdefault(key, []).append(page)
         self._pool.mark_cached(page)
         if self._watch is not None and key in self._watch.missing:
             self._watch.is_stale = True
@@ -147,9 +145,10 @@ class PrefixCache:
             self._watch.is_stale = True
         key = self._keys.pop(page)
         pages = self._pages[key]
-        del pages[page]
-        if not pages:
+        if len(pages) == 1:
             del self._pages[key]
+        else:
+            pages.remove(page)
 
     def check_integrity(self) -> None:
         """Assert that keys, pages and the pool's marks agree."""

@@ -70,7 +70,7 @@ class Buckets:
 
     def choose(self, plan: Plan) -> Bucket:
         """The smallest bucket that holds the plan's rows, tokens and sampled rows."""
-        wants_prompt = any(row.num_prompt_logprobs is not None for row in plan.rows)
+        wants_prompt = self.has_prompt_logprobs and any(row.num_prompt_logprobs is not None for row in plan.rows)
         wants_pooling = self.has_pooling and any(row.num_pooled_tokens for row in plan.rows)
         if not wants_prompt and not wants_pooling and (not plan.rows or plan.rows[-1].num_tokens == 1):  # longer rows come last
             rows = _at_least(self.decode_rows, len(plan.rows))

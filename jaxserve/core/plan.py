@@ -7,6 +7,7 @@ nothing about padding; `core.buckets` picks the program and `runner.prepare` pad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxserve.core.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ class Row(NamedTuple):
     num_pooled_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that its sums can be kept
 class Plan:
     """One step. Admissions and page writes are applied before the rows are computed.
 
@@ -85,12 +86,12 @@ class Plan:
     admissions: tuple[Admission, ...] = ()
     page_writes: tuple[PageWrite, ...] = ()
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum([row.num_tokens for row in self.rows])
 
-    @property
+    @cached_property
     def num_sampled(self) -> int:
         """Rows that sample a token."""
         return sum([row.is_sampled for row in self.rows])

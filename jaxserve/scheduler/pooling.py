@@ -1,7 +1,7 @@
 """Embeddings: which hidden states of a chunk count, and their sum over chunks.
 
 A sequence that was preempted in mid-prompt computes it again from the start where all of it counts, and then its sum starts anew too.
-Next: `scheduler.scheduler`, which ends the sequence when its prompt is computed.
+Next: `scheduler.results`, which ends the sequence when its prompt is computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tells whoever runs the server that the KV pages are too few: one line for a preemption, at most one line a second.
 
 Each preempted sequence is computed again, so a server that preempts all the time is slow for a reason that a flag can mend. Knows
-no policy. Next: `scheduler.scheduler`.
+no policy. Next: `scheduler.roster`.
 """
 
 from __future__ import annotations

@@ -33,16 +33,20 @@ def embedding_event(sequence: Sequence) -> TokenEvent:
 
 
 def token_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
-    """A new token, and the end if it was the last. The prompt's log-probabilities and the sequence's times go with the first."""
-    # Made for every row of every step, so what most rows lack is set afterwards.
+    """A new token, neither the first nor the last. Made for nearly every row of every step."""
     event = TokenEvent(seq.request.request_id, seq.index, [token_id], seq.num_prompt_tokens, seq.num_cached_tokens or 0)
     if logprobs is not None:
         event.logprobs = [logprobs]
-    if seq.finish_reason is not None:
-        event.finish_reason, event.stop_reason = seq.finish_reason, seq.stop_reason
-    if len(seq.token_ids) == seq.num_prompt_tokens + 1:
+    return event
+
+
+def first_or_last_event(seq: Sequence, token_id: int, logprobs: Logprobs | None) -> TokenEvent:
+    """A new token of any kind. The prompt's log-probabilities and the sequence's times go with the first, the reason with the last."""
+    event = token_event(seq, token_id, logprobs)
+    if seq.num_output_tokens == 1:
         assert seq.started_s is not None
         event.prompt_logprobs = seq.prompt_logprobs
         event.queue_s = seq.started_s - seq.request.arrival_time_s
         event.prefill_s = monotonic() - seq.started_s
+    event.finish_reason, event.stop_reason = seq.finish_reason, seq.stop_reason
     return event

@@ -1,6 +1,6 @@
 """The order of sequences: who runs first, who is preempted last. One total order serves waiting and running sequences alike.
 
-Knows no pages and no budget. Next: `scheduler.scheduler`.
+Knows no pages and no budget. Next: `scheduler.roster`.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def test_figures(async_scheduling: bool) -> None:
 @LOOPS
 def test_the_first_token_tells_how_long_the_sequence_waited(async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
-    for module in ("scheduler", "token_events"):
+    for module in ("roster", "token_events"):
         monkeypatch.setattr(f"jaxserve.scheduler.{module}.monotonic", lambda: float(next(now)))
     loop = Turner(async_scheduling=async_scheduling)
     request = Request(request_id="a", prompt_token_ids=(5,), params=SamplingParams(temperature=0.0, max_tokens=3), arrival_time_s=-7.5)

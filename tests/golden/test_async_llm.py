@@ -51,4 +51,4 @@ def test_equal_to_llm_with_cancellations_beside(tiny_model: Any, tokenizer: Toke
     while engine.has_work:
         engine.step()
     engine.scheduler.check_integrity()
-    assert engine.scheduler._pages.pool.num_used == 0
+    assert engine.scheduler.roster.pages.pool.num_used == 0

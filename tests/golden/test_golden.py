@@ -61,7 +61,7 @@ def preempt_often(engine, wanted):
             results.setdefault((event.request_id, event.index), []).append(event)
         scheduler = engine.scheduler
         if i % 6 == 5 and scheduler.num_running:
-            scheduler._preempt(scheduler._running.pop())
+            scheduler.roster.preempt(scheduler.roster.running.pop())
         scheduler.check_integrity()
         if not engine.has_work:
             return results

@@ -10,7 +10,7 @@ def assert_empty(loop: CountingLoop) -> None:
     scheduler = loop.scheduler
     scheduler.check_integrity()
     assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
-    assert scheduler._pages.pool.num_used == 0 and not scheduler._sequences and not scheduler._requests
+    assert scheduler.roster.pages.pool.num_used == 0 and not scheduler.roster.sequences and not scheduler.roster.requests
 
 
 def test_abort_while_waiting(make_loop) -> None:
@@ -62,10 +62,10 @@ def test_abort_between_schedule_and_commit_drops_the_result_and_frees_pages_at_c
     loop.add("b", [2] * 2, max_tokens=5)
     loop.dispatch()
     loop.abort("a")
-    assert loop.scheduler._pages.pool.num_used == 4, "the dispatched step may still write them"
+    assert loop.scheduler.roster.pages.pool.num_used == 4, "the dispatched step may still write them"
     loop.scheduler.check_integrity()
     loop.collect()
-    assert loop.scheduler._pages.pool.num_used == 1
+    assert loop.scheduler.roster.pages.pool.num_used == 1
     assert loop.outputs["a", 0].token_ids == [] and len(loop.outputs["b", 0].token_ids) == 1
     loop.run()
     assert_empty(loop)
@@ -76,7 +76,7 @@ def test_abort_between_steps_frees_at_once(make_loop) -> None:
     loop.add("a", [1] * 10, max_tokens=5)
     loop.step()
     loop.abort("a")
-    assert loop.scheduler._pages.pool.num_used == 0
+    assert loop.scheduler.roster.pages.pool.num_used == 0
 
 
 def test_an_aborted_id_may_come_again_at_once(make_loop) -> None:
@@ -103,7 +103,7 @@ def test_failure_ends_what_runs_and_spares_what_waits(make_loop) -> None:
     for name in "ab":
         output = loop.outputs[name, 0]
         assert (output.finish_reason, output.error, len(output.token_ids)) == (FinishReason.ERROR, "the device failed", 1)
-    assert len(loop.scheduler._pages.cache) == 0 and loop.scheduler._pages.pool.num_used == 0
+    assert len(loop.scheduler.roster.pages.cache) == 0 and loop.scheduler.roster.pages.pool.num_used == 0
     loop.run()
     assert loop.outputs["c", 0].token_ids == [6, 13, 27]
     assert_empty(loop)
@@ -116,7 +116,7 @@ def test_failure_takes_the_pages_held_for_children_too(make_loop) -> None:
     loop.step()
     loop.take(loop.scheduler.fail_running("the device failed"))
     loop.runner.reset()
-    assert loop.scheduler._pages.pool.num_used == 0
+    assert loop.scheduler.roster.pages.pool.num_used == 0
     loop.run()
     # 1 * 10 + 10 + seed 1 + index.
     assert [loop.outputs["a", i].token_ids for i in range(3)] == [[21], [22], [23]]
@@ -144,4 +144,5 @@ def test_nothing_is_kept_of_what_ended(make_loop) -> None:
         loop.step()
     loop.run()
     assert_empty(loop)
-    assert not loop.scheduler._set_aside and not loop.scheduler._pages._deferred and len(loop.scheduler._pages.cache) <= 19
+    roster = loop.scheduler.roster
+    assert not roster.set_aside and not roster.pages._deferred and len(roster.pages.cache) <= 19

@@ -48,7 +48,7 @@ def test_pages_that_a_running_prefill_still_needs_are_not_given_away(make_loop) 
     loop.add("a", [1] * 20, max_tokens=2)
     loop.add("b", [2] * 20, max_tokens=2)
     assert admitted(loop) == [0]
-    assert all(seq.num_preemptions == 0 for seq in loop.scheduler._sequences.values())
+    assert all(seq.num_preemptions == 0 for seq in loop.scheduler.roster.sequences.values())
     loop.run()
     assert loop.scheduler.stats(loop.scheduler.schedule()).num_preemptions == 0
 

@@ -54,9 +54,9 @@ def test_the_step_dispatched_after_a_stop_is_dropped_and_its_page_held_until_the
     loop.dispatch()
     loop.collect()
     assert loop.outputs["a", 0].token_ids == [6, 13] and loop.outputs["a", 0].finish_reason is FinishReason.STOP
-    assert loop.scheduler._pages.pool.num_used == 1 and not loop.scheduler.has_work
+    assert loop.scheduler.roster.pages.pool.num_used == 1 and not loop.scheduler.has_work
     loop.collect()
-    assert loop.scheduler._pages.pool.num_used == 0
+    assert loop.scheduler.roster.pages.pool.num_used == 0
     assert loop.outputs["a", 0].token_ids == [6, 13]
 
 
@@ -74,16 +74,16 @@ def test_a_victim_in_flight_keeps_its_token_and_its_pages_until_the_commit(make_
     loop = make_loop(num_pages=8, enable_prefix_caching=False, max_num_batched_tokens=32)
     loop.add("a", [1] * 12, max_tokens=6)
     b = loop.add("b", [2] * 12, max_tokens=6)
-    sequence_a, sequence_b = loop.scheduler._sequences.values()
+    sequence_a, sequence_b = loop.scheduler.roster.sequences.values()
     loop.dispatch()
     plan = loop.dispatch()
     # "a" took the seventh page; "b" needs one too and would have to preempt itself, in flight.
     assert [row.seq_id for row in plan.rows] == [0]
     assert (sequence_b.status, sequence_b.num_pending_tokens) == (Status.PREEMPTED, 1)
-    assert loop.scheduler._pages.pool.num_free == 0, "its pages are still written"
+    assert loop.scheduler.roster.pages.pool.num_free == 0, "its pages are still written"
     assert loop.dispatch().admissions == (), "it may not start again before its token is known"
     loop.collect()
-    assert loop.scheduler._pages.pool.num_free == 3
+    assert loop.scheduler.roster.pages.pool.num_free == 3
     assert sequence_b.num_output_tokens == 1 and sequence_b.num_pending_tokens == 0, "the token that was on its way is kept"
     assert sequence_a.num_preemptions == 0
     run_overlapped(loop, 2)
@@ -97,9 +97,9 @@ def test_preemption_stops_when_enough_pages_are_on_their_way(make_loop) -> None:
         loop.add(name, [1] * 12, max_tokens=9)
     loop.dispatch()
     loop.dispatch()  # "a" takes the tenth page, "b" preempts "c" and waits for its pages
-    assert loop.scheduler._num_preemptions == 1
+    assert loop.scheduler.roster.num_preemptions == 1
     loop.dispatch()
-    assert loop.scheduler._num_preemptions == 1 and loop.scheduler.num_running == 2
+    assert loop.scheduler.roster.num_preemptions == 1 and loop.scheduler.num_running == 2
     run_overlapped(loop, 2)
 
 
@@ -123,10 +123,10 @@ def test_same_tokens_as_the_plain_loop(make_loop, depth: int, policy: str) -> No
         for i in range(30)
     ]
     run_overlapped(loop, depth)
-    assert loop.scheduler._num_preemptions > 0
+    assert loop.scheduler.roster.num_preemptions > 0
     for request in requests:
         for index in range(request.params.n):
             output = loop.outputs[request.request_id, index]
             expected = solo_output(request.prompt_token_ids, request.params, max_length=53, eos=frozenset({7}), vocab_size=50, index=index)
             assert (output.token_ids, output.finish_reason, output.stop_reason) == expected
-    assert loop.scheduler._pages.pool.num_used == 0
+    assert loop.scheduler.roster.pages.pool.num_used == 0

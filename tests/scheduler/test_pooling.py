@@ -71,9 +71,9 @@ def test_preempted_in_the_middle(make_loop, pooling: str, steps_before: int) -> 
     loop.embed("a", PROMPT, pooling=pooling)
     for _ in range(steps_before):
         loop.step()
-    [sequence] = loop.scheduler._running
-    loop.scheduler._running.remove(sequence)
-    loop.scheduler._preempt(sequence)
+    [sequence] = loop.scheduler.roster.running
+    loop.scheduler.roster.running.remove(sequence)
+    loop.scheduler.roster.preempt(sequence)
     loop.run()
     assert ended(loop, "a") == EXPECTED[pooling]
 
@@ -84,9 +84,9 @@ def test_preempted_while_its_last_chunk_is_computed(make_loop) -> None:
     loop.dispatch()
     loop.dispatch()
     assert not loop.dispatch().rows, "nothing is scheduled behind the prompt"
-    [sequence] = loop.scheduler._running
-    loop.scheduler._running.remove(sequence)
-    loop.scheduler._preempt(sequence)
+    [sequence] = loop.scheduler.roster.running
+    loop.scheduler.roster.running.remove(sequence)
+    loop.scheduler.roster.preempt(sequence)
     while loop.in_flight:
         loop.collect()
     assert ended(loop, "a") == EXPECTED["mean"]
@@ -105,7 +105,7 @@ def test_many_at_once_with_generation_and_little_memory(make_loop) -> None:
         while len(loop.in_flight) > has_rows:
             loop.collect()
         loop.scheduler.check_integrity()
-    assert loop.scheduler._num_preemptions > 3
+    assert loop.scheduler.roster.num_preemptions > 3
     for name, prompt in prompts.items():
         assert ended(loop, name) == reference(prompt, name.split()[0])
         assert len(loop.outputs[f"tokens {name}", 0].token_ids) == 20

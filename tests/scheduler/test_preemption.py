@@ -23,7 +23,7 @@ def test_the_newest_gives_up_its_pages_and_is_computed_again(make_loop) -> None:
     a = loop.add("a", [1] * 12, max_tokens=12)
     b = loop.add("b", [2] * 12, max_tokens=12)
     loop.step()
-    sequence_b = loop.scheduler._sequences[1]
+    sequence_b = loop.scheduler.roster.sequences[1]
     for _ in range(4):
         loop.step()
     # Both needed their fourth page when computing position 12; "a" took the last one.
@@ -45,9 +45,9 @@ def test_no_waiting_sequence_starts_in_a_step_that_preempted(make_loop) -> None:
     loop.add("b", [2] * 12, max_tokens=12)
     loop.step()
     loop.add("c", [3], max_tokens=1)
-    loop.scheduler._free_slots, held = [], loop.scheduler._free_slots  # keep "c" waiting until the pages run out
+    loop.scheduler.roster.free_slots, held = [], loop.scheduler.roster.free_slots  # keep "c" waiting until the pages run out
     plan = loop.step()
-    loop.scheduler._free_slots += held
+    loop.scheduler.roster.free_slots += held
     assert loop.scheduler.stats(plan).num_preemptions == 1 and plan.admissions == ()
 
 
@@ -57,7 +57,7 @@ def test_a_running_sequence_is_never_preempted_for_a_waiting_one(make_loop) -> N
     loop.step()
     loop.add("high", [2] * 12, max_tokens=4, priority=0)
     loop.step()
-    assert loop.scheduler._sequences[0].status is Status.RUNNING and loop.scheduler._sequences[1].status is Status.WAITING
+    assert loop.scheduler.roster.sequences[0].status is Status.RUNNING and loop.scheduler.roster.sequences[1].status is Status.WAITING
     loop.run()
     assert loop.scheduler.stats(loop.scheduler.schedule()).num_preemptions == 0
 
@@ -71,7 +71,7 @@ def test_priority_preempts_the_least_important(make_loop) -> None:
     ]
     loop.step()
     loop.step()
-    assert {seq.request.request_id: seq.status for seq in loop.scheduler._sequences.values()} == {
+    assert {seq.request.request_id: seq.status for seq in loop.scheduler.roster.sequences.values()} == {
         "low": Status.PREEMPTED,
         "high": Status.RUNNING,
         "middle": Status.RUNNING,
@@ -105,7 +105,7 @@ def test_pressure_does_not_thrash(make_loop, policy: str) -> None:
     """100 sequences through a pool that holds about three of them: few preemptions, none of them often."""
     loop = make_loop(num_pages=31, max_num_seqs=16, max_num_batched_tokens=64, scheduling_policy=policy, enable_prefix_caching=False)
     requests = [loop.add(str(i), [i % 50] * (4 + i % 30), max_tokens=20) for i in range(100)]
-    sequences = list(loop.scheduler._sequences.values())
+    sequences = list(loop.scheduler.roster.sequences.values())
     num_steps = len(loop.run())
     assert max(seq.num_preemptions for seq in sequences) <= 4
     assert sum(seq.num_preemptions for seq in sequences) <= 100

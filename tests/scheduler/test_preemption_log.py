@@ -27,7 +27,7 @@ def test_one_line_a_second_and_the_others_counted(make_loop, caplog: pytest.LogC
     log = PreemptionLog(8, clock=lambda: now[0])
     loop = make_loop()
     loop.add("x", [1], n=2, temperature=1.0)
-    victim = loop.scheduler._sequences[1]
+    victim = loop.scheduler.roster.sequences[1]
     for now[0] in (10.0, 10.1, 10.9, 11.0, 11.5, 13.0, 20.0):
         log.note(victim, 3)
     messages = [record.getMessage() for record in caplog.records]

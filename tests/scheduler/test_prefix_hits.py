@@ -51,7 +51,7 @@ def test_a_page_is_known_only_once_its_step_is_committed(make_loop) -> None:
     loop.dispatch()
     loop.add("b", PROMPT, max_tokens=3)
     loop.dispatch()
-    assert len(loop.scheduler._pages.cache) == 0
+    assert len(loop.scheduler.roster.pages.cache) == 0
     while loop.in_flight:
         loop.collect()
     loop.run()
@@ -85,10 +85,10 @@ def test_running_sequences_share_pages_and_the_last_owner_frees_them(make_loop) 
     loop = make_loop(max_num_batched_tokens=64)
     loop.add("a", PROMPT, max_tokens=3)
     loop.step()
-    used = loop.scheduler._pages.pool.num_used
+    used = loop.scheduler.roster.pages.pool.num_used
     loop.add("b", PROMPT, max_tokens=9)
     loop.step()
-    assert loop.scheduler._pages.pool.num_used == used + 1, "two full pages are shared, the partial one is not"
+    assert loop.scheduler.roster.pages.pool.num_used == used + 1, "two full pages are shared, the partial one is not"
     loop.run()
     loop.scheduler.check_integrity()
 
@@ -131,13 +131,13 @@ def test_length_dependent_rope_caches_only_pages_of_the_original_table(make_loop
     loop = make_loop(rope_original_length=10)
     # Admitted with 9 tokens, so with the original table; computed up to 20, but only pages that end at or before 10 are known.
     serve(loop, "a", PROMPT[:9], max_tokens=12)
-    assert len(loop.scheduler._pages.cache) == 2
+    assert len(loop.scheduler.roster.pages.cache) == 2
     assert serve(loop, "b", PROMPT) == 8, "10 tokens are not above the limit"
     # 11 tokens start with another table: nothing read, nothing written.
     long = [*PROMPT, 11]
     assert serve(loop, "c", long) == 0
     assert serve(loop, "d", [3] * 30) == 0
-    assert len(loop.scheduler._pages.cache) == 2
+    assert len(loop.scheduler.roster.pages.cache) == 2
 
 
 def test_length_dependent_rope_after_preemption_goes_by_the_new_length(make_loop) -> None:

@@ -49,10 +49,10 @@ def test_they_survive_preemption_in_the_middle_of_the_prompt(make_loop) -> None:
     loop.step()
     loop.add("b", [2] * 16, max_tokens=1, prompt_logprobs=1)
     loop.step()
-    sequence = loop.scheduler._sequences[1]
+    sequence = loop.scheduler.roster.sequences[1]
     assert 1 < len(sequence.prompt_logprobs) < 16
-    loop.scheduler._running.remove(sequence)
-    loop.scheduler._preempt(sequence)
+    loop.scheduler.roster.running.remove(sequence)
+    loop.scheduler.roster.preempt(sequence)
     loop.run()
     assert loop.outputs["b", 0].prompt_logprobs == expected([2] * 16, 1)
 
@@ -61,8 +61,8 @@ def test_once_collected_a_resumed_sequence_may_read_the_cache(make_loop) -> None
     loop = make_loop()
     loop.add("a", PROMPT, max_tokens=6, prompt_logprobs=1)
     loop.step()
-    sequence = loop.scheduler._running.pop()
-    loop.scheduler._preempt(sequence)
+    sequence = loop.scheduler.roster.running.pop()
+    loop.scheduler.roster.preempt(sequence)
     [admission] = loop.step().admissions
     assert admission.num_computed_tokens == 8
     loop.run()

@@ -16,7 +16,7 @@ def check_tokens(loop: CountingLoop, request: Request, indices: list[int]) -> No
         expected, _reason, _stop = solo_output(request.prompt_token_ids, request.params, max_length=loop.limits.max_model_len, index=index)
         assert loop.outputs[request.request_id, index].token_ids == expected
     loop.scheduler.check_integrity()
-    assert loop.scheduler._pages.pool.num_used == 0 and not loop.scheduler._shares
+    assert loop.scheduler.roster.pages.pool.num_used == 0 and not loop.scheduler.roster.shares
 
 
 @pytest.mark.parametrize("is_caching", [True, False])
@@ -30,10 +30,10 @@ def test_the_prompt_is_computed_once(make_loop, is_caching: bool) -> None:
     second = loop.step()
     assert [admission.seed for admission in second.admissions] == [8, 9]
     assert [(row.start, row.num_tokens) for row in second.rows] == [(10, 1), (8, 2), (8, 2)], "the partial page is computed again"
-    tables = [seq.page_tables[0] for seq in loop.scheduler._running]
+    tables = [seq.page_tables[0] for seq in loop.scheduler.roster.running]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3, "no page is written by two"
-    assert not loop.scheduler._shares, "all have their own references"
+    assert not loop.scheduler.roster.shares, "all have their own references"
     loop.run()
     check_tokens(loop, request, [0, 1, 2])
     assert {loop.outputs["a", i].num_cached_tokens for i in range(3)} == {0}
@@ -87,7 +87,7 @@ def test_the_pages_outlive_a_first_sequence_that_ends_at_once(make_loop, is_cach
     request = loop.add("a", PROMPT, n=3, temperature=1.0, seed=7, max_tokens=1)
     loop.step()
     assert loop.outputs["a", 0].finish_reason is FinishReason.LENGTH
-    assert loop.scheduler._pages.pool.num_used == 2, "held for the children"
+    assert loop.scheduler.roster.pages.pool.num_used == 2, "held for the children"
     loop.scheduler.check_integrity()
     plans = loop.run()
     assert [row.start for plan in plans for row in plan.rows] == [8, 8]
@@ -98,7 +98,7 @@ def test_the_pages_outlive_a_first_sequence_that_is_preempted(make_loop) -> None
     loop = make_loop(enable_prefix_caching=False, max_num_seqs=1)
     request = loop.add("a", PROMPT, n=2, temperature=1.0, seed=7, max_tokens=4)
     loop.step()
-    loop.scheduler._preempt(loop.scheduler._running.pop())
+    loop.scheduler.roster.preempt(loop.scheduler.roster.running.pop())
     loop.scheduler.check_integrity()
     loop.run()
     check_tokens(loop, request, [0, 1])
@@ -131,7 +131,7 @@ def test_abort_of_all_while_children_are_parked(make_loop) -> None:
     loop.step()
     loop.abort("a")
     assert [loop.outputs["a", i].finish_reason for i in range(3)] == [FinishReason.ABORT] * 3
-    assert not loop.scheduler.has_work and not loop.scheduler._shares
+    assert not loop.scheduler.has_work and not loop.scheduler.roster.shares
     loop.scheduler.check_integrity()
 
 
@@ -155,11 +155,11 @@ def test_waiting_children_give_up_their_pages_before_anyone_is_preempted(make_lo
     b = loop.add("b", [9] * 3, max_tokens=20)
     a = loop.add("a", [1] * 17, n=2, temperature=1.0, seed=7, max_tokens=1)
     loop.step()
-    assert loop.scheduler._shares and loop.scheduler.num_running == 1
-    loop.scheduler._free_slots, held = [], loop.scheduler._free_slots  # keep the child waiting
-    while loop.scheduler._shares:
+    assert loop.scheduler.roster.shares and loop.scheduler.num_running == 1
+    loop.scheduler.roster.free_slots, held = [], loop.scheduler.roster.free_slots  # keep the child waiting
+    while loop.scheduler.roster.shares:
         loop.step()
-    loop.scheduler._free_slots += held
+    loop.scheduler.roster.free_slots += held
     plan = loop.step()
     assert loop.scheduler.stats(plan).num_preemptions == 0
     loop.run()
@@ -173,7 +173,7 @@ def test_held_pages_never_block_the_head_for_ever(make_loop) -> None:
     a = loop.add("a", [1] * 17, n=2, temperature=1.0, seed=7, max_tokens=1, priority=5)
     loop.step()
     b = loop.add("b", [2] * 20, max_tokens=2, priority=0)
-    assert loop.scheduler._pages.pool.num_used == 4
+    assert loop.scheduler.roster.pages.pool.num_used == 4
     assert [admission.seq_id for admission in loop.step().admissions] == [2]
     loop.run()
     check_tokens(loop, a, [0, 1])

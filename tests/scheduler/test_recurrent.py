@@ -13,7 +13,7 @@ def run(loop: CountingLoop) -> None:
         plan = loop.step()
         starts = {row.slot: row.start for row in plan.rows}
         assert all(starts[admission.slot] == admission.num_computed_tokens == 0 for admission in plan.admissions)
-        pages = [page for seq in loop.scheduler._running for table in seq.page_tables for page in table]
+        pages = [page for seq in loop.scheduler.roster.running for table in seq.page_tables for page in table]
         assert len(pages) == len(set(pages))
         loop.scheduler.check_integrity()
     stats = loop.scheduler.stats(plan)
@@ -31,7 +31,7 @@ def test_no_prefix_is_found_and_no_prompt_shared(num_pages: int, make_loop) -> N
         assert output.num_cached_tokens == 0 and len(output.token_ids) == 20
         assert output.token_ids == loop.outputs["first", index].token_ids, name
         assert output.prompt_logprobs is not None and [e.token_id for e in output.prompt_logprobs[1:] if e is not None] == prompt[1:]
-    assert (loop.scheduler._num_preemptions > 0) == (num_pages == 12)
+    assert (loop.scheduler.roster.num_preemptions > 0) == (num_pages == 12)
     assert loop.scheduler.num_used_pages == 0
 
 

@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
 
     def tokens_of(self, seq_id: int) -> list[int]:
-        return self.loop.scheduler._sequences[seq_id].token_ids
+        return self.loop.scheduler.roster.sequences[seq_id].token_ids
 
     @rule(
         copies=st.integers(1, 5),
@@ -166,20 +166,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        is_idle = self.loop.scheduler._pages.pool.num_used == 0
+        is_idle = self.loop.scheduler.roster.pages.pool.num_used == 0
         assert self.loop.scheduler.reset_prefix_cache() == is_idle
 
     @rule(is_likely=st.sampled_from([False] * 7 + [True]))
     def fail(self, is_likely: bool) -> None:
         if not is_likely:
             return
-        running = {(seq.request.request_id, seq.index) for seq in self.loop.scheduler._running}
+        running = {(seq.request.request_id, seq.index) for seq in self.loop.scheduler.roster.running}
         self.loop.in_flight.clear()
         self.loop.take(self.loop.scheduler.fail_running("the device failed"))
         self.loop.runner.reset()
         self.ended_early |= running
         assert all(self.loop.outputs[key].error == "the device failed" for key in running)
-        assert self.loop.scheduler._pages.pool.num_used == 0
+        assert self.loop.scheduler.roster.pages.pool.num_used == 0
 
     def count_step(self, plan: Plan) -> None:
         global num_steps
@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.count_step(plan)
         scheduler = self.loop.scheduler
         scheduler.check_integrity()
-        assert scheduler._pages.pool.num_used == 0 and scheduler.num_waiting == 0 and not scheduler._requests
+        assert scheduler.roster.pages.pool.num_used == 0 and scheduler.num_waiting == 0 and not scheduler.roster.requests
         for request in self.requests.values():
             for index in range(request.params.n):
                 self.check_output(request, index)

@@ -66,7 +66,7 @@ def test_logits_that_are_not_finite_end_only_their_sequence(make_loop) -> None:
     assert (bad.token_ids, bad.finish_reason, bad.error) == ([], FinishReason.ERROR, "logits were not finite")
     assert loop.outputs["good", 0].token_ids == [6, 13, 27]
     loop.scheduler.check_integrity()
-    assert len(loop.scheduler._pages.cache) == 0, "its pages are not offered to others"
+    assert len(loop.scheduler.roster.pages.cache) == 0, "its pages are not offered to others"
 
 
 def test_logprobs_come_with_their_token(make_loop) -> None:

@@ -31,7 +31,7 @@ each_mix = pytest.mark.parametrize("groups", MIXES.values(), ids=MIXES.keys())
 
 def held(loop: CountingLoop, index: int = 0) -> list[list[int]]:
     """For each group the entries of a running sequence's table that are not dropped."""
-    return [[i for i, page in enumerate(table) if page] for table in loop.scheduler._running[index].page_tables]
+    return [[i for i, page in enumerate(table) if page] for table in loop.scheduler.roster.running[index].page_tables]
 
 
 def serve(loop: CountingLoop, name: str, prompt: list[int], **params) -> int:
@@ -106,7 +106,7 @@ def test_a_decode_drops_a_page_when_its_last_position_falls_out(make_loop) -> No
     for _ in range(9):
         loop.step()
         loop.scheduler.check_integrity()
-        seen.append((loop.scheduler._running[0].num_computed_tokens, held(loop)[1]))
+        seen.append((loop.scheduler.roster.running[0].num_computed_tokens, held(loop)[1]))
     # The next token, at the position that is the first number, sees five positions before it.
     assert seen == [
         (4, [0]), (5, [0, 1]), (6, [0, 1]), (7, [0, 1]), (8, [0, 1]), (9, [1, 2]), (10, [1, 2]), (11, [1, 2]), (12, [1, 2]),
@@ -122,7 +122,7 @@ def test_a_chunk_drops_everything_before_its_start(make_loop) -> None:
     seen = {}
     for _ in range(13):
         loop.step()
-        seen[loop.scheduler._running[0].num_computed_tokens] = held(loop)[0]
+        seen[loop.scheduler.roster.running[0].num_computed_tokens] = held(loop)[0]
     assert seen[6] == seen[7] == [0, 1]
     assert seen[8] == [], "the next token opens a chunk of its own"
     assert seen[9] == seen[12] == [2]
@@ -142,7 +142,7 @@ def test_a_long_generation_stays_bounded(make_loop, groups) -> None:
     for count, group in zip(most, groups, strict=True):
         assert count <= (-(-304 // 4) if group.reach is None else -(-group.reach // 4) + 1)
     check_tokens(loop, "a", request)
-    assert loop.scheduler._pages.pool.num_used == 0
+    assert loop.scheduler.roster.pages.pool.num_used == 0
 
 
 @each_mix
@@ -163,7 +163,7 @@ def test_a_long_chunked_prefill_stays_bounded(make_loop, groups, depth: int) -> 
 def test_a_page_is_free_once_the_step_that_saw_it_last_is_committed(make_loop) -> None:
     loop = make_loop(groups=(WINDOW,), max_num_batched_tokens=16, enable_prefix_caching=False)
     loop.add("a", numbers(40), max_tokens=2)
-    pool = loop.scheduler._pages.pool
+    pool = loop.scheduler.roster.pages.pool
     loop.dispatch()
     loop.dispatch()
     assert pool.num_used == 8, "both chunks"
@@ -198,14 +198,14 @@ def test_the_longest_sequence_is_served_and_a_longer_one_refused(make_loop, grou
         assert num_idle < 3
         collect(loop, plan, depth)
     check_tokens(loop, "a", request)
-    assert loop.scheduler._num_preemptions == 0
+    assert loop.scheduler.roster.num_preemptions == 0
 
 
 def test_admission_counts_what_groups_need(make_loop) -> None:
     """20 pages: a prompt of 40 tokens needs 10 pages in the full group, and at most 4 + (5 + 8 + 2) // 4 in the other."""
     loop = make_loop(groups=(FULL, WINDOW), num_pages=21, max_num_batched_tokens=8)
-    assert loop.scheduler._pages.num_admission_pages(40, [[], []]) == 10 + 4
-    assert loop.scheduler._pages.num_admission_pages(8, [[], []]) == 2 + 2
+    assert loop.scheduler.roster.pages.num_admission_pages(40, [[], []]) == 10 + 4
+    assert loop.scheduler.roster.pages.num_admission_pages(8, [[], []]) == 2 + 2
     request = loop.add("a", numbers(40), max_tokens=2)
     assert loop.step().admissions
     loop.run()
@@ -230,7 +230,7 @@ def test_a_hit_takes_only_pages_that_are_seen(make_loop) -> None:
     plan = loop.step()
     # Token 28 sees positions from 23: pages 5 and 6 of the window group.
     assert [(write.group, write.index) for write in plan.page_writes] == [*((0, i) for i in range(7)), (1, 5), (1, 6), (0, 7), (1, 7)]
-    assert loop.scheduler._pages.pool.num_used == 8 + 2, "token 30 does not see page 5"
+    assert loop.scheduler.roster.pages.pool.num_used == 8 + 2, "token 30 does not see page 5"
     loop.run()
 
 
@@ -238,7 +238,7 @@ def test_a_hit_is_cut_where_a_window_has_lost_its_pages(make_loop) -> None:
     loop = make_loop(groups=(FULL, WINDOW))
     prompt = numbers(30)
     serve(loop, "cold", prompt)
-    cache = loop.scheduler._pages.cache
+    cache = loop.scheduler.roster.pages.cache
     tables = cache.find([], cache.chain_root(rope_table=None), prompt, 7).tables
     assert tables[1][:5] == [0] * 5
     lost = tables[1][6]
@@ -252,7 +252,7 @@ def test_a_window_alone_finds_the_end_of_a_prefix_whose_start_is_gone(make_loop)
     loop = make_loop(groups=(WINDOW,))
     prompt = numbers(30)
     serve(loop, "cold", prompt)
-    cache = loop.scheduler._pages.cache
+    cache = loop.scheduler.roster.pages.cache
     hashes: list[bytes] = []
     cache.extend_hashes(hashes, cache.chain_root(rope_table=None), prompt, 3)
     cache.forget(hashes)
@@ -286,7 +286,7 @@ def test_children_share_what_they_will_see(make_loop, groups, is_caching: bool, 
         loop.scheduler.check_integrity()
     assert starts == {0: 0, 1: (length - 1) // 4 * 4, 2: (length - 1) // 4 * 4}, "the full pages of the prompt are computed once"
     check_tokens(loop, "a", request)
-    assert loop.scheduler._pages.pool.num_used == 0 and not loop.scheduler._shares
+    assert loop.scheduler.roster.pages.pool.num_used == 0 and not loop.scheduler.roster.shares
 
 
 @each_mix
@@ -303,7 +303,7 @@ def test_preempted_sequences_resume_right(make_loop, groups, depth: int, is_cach
         collect(loop, plan, depth)
         num_steps += 1
         assert num_steps < 5000
-    assert loop.scheduler._num_preemptions > 0 or FULL not in groups, "windows alone hardly grow"
+    assert loop.scheduler.roster.num_preemptions > 0 or FULL not in groups, "windows alone hardly grow"
     for name, request in requests.items():
         check_tokens(loop, name, request)
 
@@ -313,4 +313,4 @@ def test_what_is_not_finite_is_forgotten_in_dropped_pages_too(make_loop) -> None
     loop.add("a", [39, *numbers(20)], max_tokens=2)
     loop.run()
     assert loop.outputs["a", 0].finish_reason is FinishReason.ERROR
-    assert len(loop.scheduler._pages.cache) == 0
+    assert len(loop.scheduler.roster.pages.cache) == 0
