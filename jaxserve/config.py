@@ -64,9 +64,7 @@ class EngineConfig:
     num_pages: int | None = setting(
         None, "KV pages, overriding what memory allows.", group="cache", aliases=("num_gpu_blocks_override",), low=2
     )
-    kv_cache_memory_bytes: int | None = setting(
-        None, "Memory for KV pages of a device, such as 4GiB.", group="cache", kind="bytes", low=1
-    )
+    kv_cache_memory_bytes: int | None = setting(None, "Memory for KV pages of a device, such as 4GiB.", group="cache", kind="bytes", low=1)
     gpu_memory_utilization: float = setting(0.92, "Share of a GPU's memory that jaxserve may take.", group="cache", low=0.01, high=1.0)
     enable_prefix_caching: bool = setting(True, "Reuse pages of equal prompt beginnings.", group="cache")
 
@@ -135,7 +133,10 @@ class ServerConfig:
         low=0,
     )
     stall_timeout: float = setting(
-        60.0, "Seconds without progress of a step after which the engine counts as hung and is started again.", group="server", low=1
+        60.0,
+        "Seconds without progress of a step, or of a front end's loop, after which the process counts as hung and is started again.",
+        group="server",
+        low=1,
     )
 
     max_waiting: int | None = setting(

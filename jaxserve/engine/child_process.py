@@ -6,6 +6,7 @@ person. Orders hold keys, so they are not on the command line, where everybody c
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -21,6 +22,7 @@ from jaxserve.logs import set_up_logging
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
+BEAT_S = 1.0
 
 
 def read_orders() -> dict[str, Any]:
@@ -37,10 +39,10 @@ def read_orders() -> dict[str, Any]:
 
 
 class Reports:
-    """The pipe to the supervisor: stages as they end, then, once, that this process serves. One JSON object a line."""
+    """The pipe to the supervisor: stages as they end, once that this process serves, and signs of life. One JSON object a line."""
 
     def __init__(self, fd: int) -> None:
-        self._pipe = os.fdopen(fd, "w", buffering=1)
+        self._pipe = os.fdopen(fd, "wb", buffering=0)
 
     def stage(self, name: str, seconds: float, detail: str = "") -> None:
         """A stage of start-up has ended."""
@@ -49,11 +51,18 @@ class Reports:
     def ready(self, facts: Mapping[str, Any]) -> None:
         """This process serves; `facts` are what the supervisor prints of it."""
         self._write({"ready": facts})
-        self._pipe.close()
+
+    async def beat(self) -> None:
+        """Until cancelled, tells the supervisor that this asyncio loop turns: it ends a process that stops telling so."""
+        # What does not fit into the pipe is dropped: a supervisor that does not read, being stopped, must stop nobody else.
+        os.set_blocking(self._pipe.fileno(), False)
+        while True:
+            self._write({"beat": True})
+            await asyncio.sleep(BEAT_S)
 
     def _write(self, report: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # a supervisor that is gone takes this process with it
-            self._pipe.write(json.dumps(report) + "\n")
+            self._pipe.write(json.dumps(report).encode() + b"\n")
 
 
 def _ask_to_die_with_parent() -> None:

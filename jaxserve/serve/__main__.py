@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import signal
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -26,13 +28,21 @@ def main() -> int:
     # JSON has no tuples.
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in orders["config"].items()}
     config = ServerConfig(**given)
+    faulthandler.register(signal.SIGUSR1)  # the supervisor's question before it ends a process that hangs
     reports = Reports(orders["report_fd"])
 
     def on_ready(endpoints: Endpoints) -> None:
         reports.ready(asdict(endpoints))
 
+    async def run() -> int:
+        beating = asyncio.create_task(reports.beat())
+        try:
+            return await run_front_end(config, orders["engine_addresses"], on_ready, share_ports=orders["share_ports"])
+        finally:
+            beating.cancel()
+
     try:
-        return asyncio.run(run_front_end(config, orders["engine_addresses"], on_ready, share_ports=orders["share_ports"]))
+        return asyncio.run(run())
     except JaxserveError as error:
         announce(f"{ERROR_PREFIX}{error}", logging.ERROR)
         return 2

@@ -25,6 +25,9 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 """A child waits this long for its first restart in the window, twice as long for each one after it, up to the second bound."""
 BAD_SETTINGS_STATUS = 2
 """A child ends with it when it cannot start as told: starting it again would not help."""
+TICK_S = 1.0
+STACKS_S = 1.0
+"""A child that hangs has this long to write down what its threads do."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class Part:
         command: The program and its arguments.
         orders: What it is to do; may hold secrets.
         environment: Variables beside those of this process.
+        max_silence_s: Seconds after which one that gives signs of life, and then no more, is ended; None waits for ever.
     """
 
     name: str
     command: Sequence[str]
     orders: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
+    max_silence_s: float | None = None
 
 
 class Child:
@@ -103,6 +108,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
 
+    def ask_for_stacks(self) -> None:
+        """Makes it write down what its threads do, where it has asked for the signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         """Ends it now."""
         with contextlib.suppress(ProcessLookupError):
@@ -125,15 +135,16 @@ class Keeper:
         self._restarts: list[float] = []
         self._child: Child | None = None
         self._has_served = False  # the present child
+        self._num_silent_ticks: int | None = None  # of the present child, once it has given a sign of life
         self.first_ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         """What the child says of itself when it serves for the first time."""
 
     async def run(self) -> int:
         """Returns the exit status for the whole server when the child cannot be kept running."""
         while True:
-            self._has_served = False
+            self._has_served, self._num_silent_ticks = False, None
             self._child = await Child.start(self.part, self._on_report)
-            status = await self._child.process.wait()
+            status = await self._wait_for_end(self._child)
             how = _how_it_ended(status)
             if status == BAD_SETTINGS_STATUS and not self.first_ready.done():
                 logger.error("%s %s; ending the server", self.part.name, how)
@@ -153,6 +164,29 @@ class Keeper:
             self._restarts.append(now)
             await asyncio.sleep(delay)
 
+    async def _wait_for_end(self, child: Child) -> int:
+        """The child's exit status; brings its end about where it hangs."""
+        ended = asyncio.create_task(child.process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=TICK_S)
+                if self._is_silent():
+                    logger.error("%s hangs: it has given no sign of life for %g s; ending it", self.part.name, self.part.max_silence_s)
+                    child.ask_for_stacks()
+                    await asyncio.wait({ended}, timeout=STACKS_S)
+                    child.kill()
+                    return await ended
+            return ended.result()
+        finally:
+            ended.cancel()
+
+    def _is_silent(self) -> bool:
+        # Counts time in which this process could have heard something: one that was stopped itself blames nobody.
+        if self._num_silent_ticks is None or self.part.max_silence_s is None:
+            return False
+        self._num_silent_ticks += 1
+        return self._num_silent_ticks * TICK_S > self.part.max_silence_s
+
     async def stop(self, timeout_s: float) -> None:
         """Ends the child; `run` must have been cancelled."""
         if self._child is not None:
@@ -169,6 +203,9 @@ class Keeper:
             self._child.kill()
 
     def _on_report(self, report: Mapping[str, Any]) -> None:
+        if "beat" in report:
+            self._num_silent_ticks = 0
+            return
         if "ready" not in report:
             if not self._restarts:
                 self._on_stage(*report["stage"])

@@ -108,9 +108,9 @@ def _front_ends(command: Sequence[str], server: ServerConfig, directory: Path, e
     environment = {**QUIET, "PROMETHEUS_MULTIPROC_DIR": str(_make(directory / "metrics"))}
     count = num_front_ends(server)
     if count == 1:
-        return [Part("the front end", command, {**orders, "part": ""}, environment)]
+        return [Part("the front end", command, {**orders, "part": ""}, environment, server.stall_timeout)]
     names = [f"front end {i + 1}" for i in range(count)]
-    return [Part(name, command, {**orders, "part": name}, environment) for name in names]
+    return [Part(name, command, {**orders, "part": name}, environment, server.stall_timeout) for name in names]
 
 
 def num_front_ends(server: ServerConfig) -> int:

@@ -95,6 +95,31 @@ def test_restarts_that_never_serve_count_however_long_they_take(monkeypatch, cap
     assert len(caplog.messages) == 3
 
 
+def test_one_that_falls_silent_is_asked_for_its_stacks_and_ended(monkeypatch, caplog, tmp_path: Path):
+    monkeypatch.setattr(child, "TICK_S", 0.05)
+    script = f"""
+import faulthandler, signal, time
+faulthandler.register(signal.SIGUSR1, file=open({str(tmp_path / "stacks")!r}, "w"))
+def hang(): time.sleep(60)
+{SERVES}
+for _ in range(4):
+    time.sleep(0.1)
+    os.write(orders["report_fd"], b'{{"beat": true}}\\n')
+hang()
+"""
+    hanging = Part("the child", [sys.executable, "-c", script], {}, max_silence_s=0.5)
+
+    async def run() -> int:
+        return await Keeper(hanging, 0, lambda *stage: None).run()
+
+    assert asyncio.run(run()) == 1
+    assert caplog.messages == [
+        "the child hangs: it has given no sign of life for 0.5 s; ending it",
+        "the child was killed by SIGKILL after 0 restarts in 10 minutes (--max-restarts 0); ending the server",
+    ]
+    assert "in hang" in (tmp_path / "stacks").read_text()
+
+
 def test_orders_of_any_length_arrive(tmp_path: Path):
     async def run() -> int:
         script = "import json, sys; orders = json.load(sys.stdin); open(orders['path'], 'w').write(orders['key'])"

@@ -125,6 +125,18 @@ def test_an_engine_that_hangs_is_started_again(model_path, tmp_path):
         until(lambda: server.status("/ready") == 200, "ready again")
 
 
+def test_a_front_end_that_hangs_is_started_again(model_path, tmp_path):
+    with serving(model_path, tmp_path, api_server_count=2, stall_timeout=3) as server:
+        server.wait_for("(Ready)")
+        hanging, other = server.children("jaxserve.serve")
+        hanging.suspend()
+        server.wait_for(r"(front end \d hangs: it has given no sign of life for 3 s; ending it)")
+        server.wait_for(r"(front end \d serves again)")
+        assert not hanging.is_running()
+        assert other.is_running()
+        assert all(server.completes() for _ in range(4))
+
+
 def test_killing_the_supervisor_leaves_no_process_and_no_port(model_path, tmp_path):
     with serving(model_path, tmp_path, api_server_count=2, api_key=[KEY]) as server:
         server.wait_for("(Ready)")
