@@ -137,7 +137,7 @@ def test_a_step_may_pretend_to_take_time() -> None:
 
 def test_pretended_steps_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("jaxserve.testing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("jaxserve.testing.serial_device.time.perf_counter", lambda: now[0])
     device = SerialDevice(2.0)
     assert [device.dispatch(), device.dispatch()] == [102.0, 104.0], "the second waits for the first"
     now[0] = 110.0

@@ -1,76 +1,19 @@
-"""Doubles whose results a person can compute by hand: `CountingRunner`, a fake device, and `CountingLoop`, an engine around it.
-
-The runner keeps what a real device keeps (slots with page tables, pages with contents) and checks every access, so that a leaked, shared
-or prematurely freed page, a wrong start or a wrong table entry is an AssertionError at the row that meets it. Imports no JAX.
-Next: `core.plan` for what it obeys.
-"""
+"""A fake device that keeps what a real one keeps, slots and pages, and checks every access. Next: `core.plan` for what it obeys."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from jaxserve.config import GroupLimits, SchedulerLimits
-from jaxserve.core.buckets import Buckets
-from jaxserve.core.events import Logprobs, StepResult, TokenEvent
+from jaxserve.config import GroupLimits
+from jaxserve.core.events import Logprobs, StepResult
 from jaxserve.core.plan import Admission, Plan, Row
-from jaxserve.core.pooling_params import PoolingParams
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.sequence import FinishReason
-from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.testing.counting import hidden_state, logprobs_around
+from jaxserve.testing.serial_device import PretendedStep, SerialDevice
 
 type _Content = list[tuple[int, int] | None]
-
-
-def next_token(visible: Sequence[int], vocab_size: int, seed: int = 0) -> int:
-    """The token that follows `visible`: the sum of its ids, plus how many they are, plus the seed, modulo the vocabulary.
-
-    Greedy sequences have seed 0 here, so after (5, 3) comes (5 + 3 + 2) % vocab_size.
-    """
-    return (sum(visible) + len(visible) + seed) % vocab_size
-
-
-def hidden_state(visible: Sequence[int]) -> tuple[float, float, float, float]:
-    """The hidden state of the last of `visible`: the token, its position, the sum so far, and 1."""
-    return (float(visible[-1]), float(len(visible) - 1), float(sum(visible)), 1.0) if visible else (0.0, 0.0, 0.0, 0.0)
-
-
-def solo_output(
-    prompt: Sequence[int], params: SamplingParams, *, max_length: int, eos: Set[int] = frozenset(), vocab_size: int = 1000, index: int = 0
-) -> tuple[list[int], FinishReason, int | None]:
-    """What sequence `index` of a request must produce, whatever runs beside it: tokens, finish reason and stop reason.
-
-    Sampling needs a seed in `params`; `max_length` is the context length.
-    """
-    seed = 0 if params.is_greedy else (params.seed or 0) + index
-    ends_at_eos = set() if params.ignore_eos else eos
-    tokens: list[int] = []
-    while True:
-        token = next_token([*prompt, *tokens], vocab_size, seed)
-        if len(tokens) < params.min_tokens:
-            while token in ends_at_eos or token in params.stop_token_ids:
-                token = (token + 1) % vocab_size
-        tokens.append(token)
-        if len(tokens) >= params.min_tokens and token in ends_at_eos:
-            return tokens, FinishReason.STOP, None
-        if len(tokens) >= params.min_tokens and token in params.stop_token_ids:
-            return tokens, FinishReason.STOP, token
-        if len(tokens) == params.max_tokens or len(prompt) + len(tokens) == max_length:
-            return tokens, FinishReason.LENGTH, None
-
-
-def logprobs_of(token_id: int, visible: Sequence[int], vocab_size: int, num_top: int) -> Logprobs:
-    """Log-probabilities after `visible`: with best = next_token(visible), token (best + r) % vocab_size has rank r + 1, logprob -(r + 1).
-
-    `num_top` -1 gives the whole vocabulary in vocabulary order.
-    """
-    return _logprobs(token_id, next_token(visible, vocab_size), vocab_size, num_top)
 
 
 @dataclass(slots=True)
@@ -83,36 +26,6 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
     total: int = 0
     last_token: int | None = None
-
-
-class _Pending:
-    """A step whose outcome is known; `wait` pretends that the device takes until `ready_s`."""
-
-    def __init__(self, outcome: StepResult | Exception, read_pages: Set[int], written_pages: Set[int], ready_s: float) -> None:
-        self._outcome = outcome
-        self.read_pages = read_pages
-        self.written_pages = written_pages
-        self._ready_s = ready_s
-
-    def wait(self) -> StepResult:
-        """The result, not before the step's pretended end; raises what the step was told to fail with."""
-        time.sleep(max(0.0, self._ready_s - time.perf_counter()))
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-
-class SerialDevice:
-    """The clock of a pretended device: steps begin in the order of their dispatch, each when the one before has ended."""
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-        self._busy_until_s = 0.0
-
-    def dispatch(self) -> float:
-        """When (`time.perf_counter`) a step dispatched now will have ended."""
-        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + self._step_s
-        return self._busy_until_s
 
 
 class CountingRunner:
@@ -168,12 +81,12 @@ class CountingRunner:
     def close(self) -> None:
         """Nothing to free: there is no device."""
 
-    def run(self, plan: Plan) -> _Pending:
+    def run(self, plan: Plan) -> PretendedStep:
         """Execute the plan: admissions, page writes, then the rows in order."""
         self.num_steps += 1
         self._failure = self._failure or self.failures.get(self.num_steps)
         if self._failure is not None:
-            return _Pending(self._failure, frozenset(), frozenset(), self._device.dispatch())
+            return PretendedStep(self._failure, frozenset(), frozenset(), self._device.dispatch())
         self._admit(plan)
         sizes = [row.num_tokens for row in plan.rows]
         num_single = sizes.count(1)
@@ -184,7 +97,7 @@ class CountingRunner:
         result = StepResult(token_ids=[], logprobs=[], prompt_logprobs=[], pooled=np.zeros((len(plan.rows), len(hidden_state([])))))
         for row in plan.rows:
             self._compute(row, read, writers, result)
-        return _Pending(result, read, writers.keys(), self._device.dispatch())
+        return PretendedStep(result, read, writers.keys(), self._device.dispatch())
 
     def poison(self, pages: Iterable[int]) -> None:
         """Spoil what the pages hold: nobody may read them any more."""
@@ -249,7 +162,7 @@ class CountingRunner:
         slot.last_token = token_id
         wants_logprobs = token_id is not None and row.num_logprobs is not None
         result.token_ids.append(token_id)
-        result.logprobs.append(_logprobs(token_id, self._best(slot), self.vocab_size, row.num_logprobs) if wants_logprobs else None)  # type: ignore[arg-type]
+        result.logprobs.append(logprobs_around(self._best(slot), token_id, self.vocab_size, row.num_logprobs) if wants_logprobs else None)  # type: ignore[arg-type]
         result.prompt_logprobs.append(prompt_logprobs)
         if row.num_pooled_tokens:
             assert result.pooled is not None
@@ -269,7 +182,7 @@ class CountingRunner:
             slot.tokens.append(token)
             slot.total += token
             if target >= 0:
-                entries.append(_logprobs(target, self._best(slot), self.vocab_size, num_top))
+                entries.append(logprobs_around(self._best(slot), target, self.vocab_size, num_top))
         return entries
 
     def _verify(self, slot: _Slot, read: set[int]) -> None:
@@ -319,120 +232,3 @@ class CountingRunner:
             while token in admission.stop_token_ids:
                 token = (token + 1) % self.vocab_size
         return token
-
-
-def _logprobs(token_id: int, best: int, vocab_size: int, num_top: int) -> Logprobs:
-    ids = list(range(vocab_size)) if num_top == -1 else [(best + r) % vocab_size for r in range(num_top)]
-    ranks = [(i - best) % vocab_size + 1 for i in ids]
-    rank = (token_id - best) % vocab_size + 1
-    return Logprobs(token_id, float(-rank), rank, ids, [float(-r) for r in ranks])
-
-
-@dataclass(slots=True)
-class Output:
-    """Everything one sequence has emitted."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs | None] | None = None
-    embedding: list[float] | None = None
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-
-
-class CountingLoop:
-    """Scheduler and CountingRunner turned step by step, with the checks that hold at every step.
-
-    `step` is the plain loop; `dispatch` and `collect` are its halves, for plans in flight. `outputs` maps (request_id, index).
-    """
-
-    def __init__(self, limits: SchedulerLimits, *, buckets: Buckets | None = None, **runner_options: Any) -> None:
-        self.limits = limits
-        self.scheduler = Scheduler(limits, buckets)
-        self.runner = CountingRunner(
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            max_num_seqs=limits.max_num_seqs,
-            groups=limits.groups,
-            **{"tokens_of": self._tokens_of, **runner_options},
-        )
-        self.in_flight: deque[tuple[Plan, _Pending]] = deque()
-        self.outputs: dict[tuple[str, int], Output] = {}
-
-    def embed(self, request_id: str, prompt: Sequence[int], *, pooling: str = "last", salt: str | None = None) -> Request:
-        """Queue an embedding."""
-        params = PoolingParams(pooling=pooling)
-        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt), pooling=params, cache_salt=salt)
-        self.scheduler.add(request)
-        return request
-
-    def add(self, request_id: str, prompt: Sequence[int], *, priority: int = 0, salt: str | None = None, **params: Any) -> Request:
-        """Queue a request, greedy unless `params` say otherwise."""
-        checked = SamplingParams(**{"temperature": 0.0, **params})
-        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=checked, priority=priority, cache_salt=salt)
-        self.scheduler.add(request)
-        return request
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request or one sequence of it."""
-        self.take(self.scheduler.abort(request_id, index))
-
-    def dispatch(self) -> Plan:
-        """Schedule and run a step; its results wait for `collect`."""
-        plan = self.scheduler.schedule()
-        assert (
-            plan.num_tokens <= self.limits.max_num_batched_tokens
-            and len(plan.rows) <= self.scheduler.num_running <= self.limits.max_num_seqs
-        )
-        pool = self.scheduler.roster.pages.pool
-        self.runner.poison([page for page in range(1, pool.num_pages) if not pool.ref_count(page) and not pool.is_cached(page)])
-        for _plan, pending in self.in_flight:
-            new = {write.page for write in plan.page_writes if pool.ref_count(write.page) == 1}
-            taken = new & (pending.read_pages | pending.written_pages)
-            assert not taken, f"pages {taken} are handed out while a dispatched step uses them"
-        if plan.rows:
-            pending = self.runner.run(plan)
-            freed = {page for page in pending.read_pages | pending.written_pages if not pool.ref_count(page)}
-            assert not freed, f"pages {freed} are used but belong to nobody"
-            self.in_flight.append((plan, pending))
-        return plan
-
-    def _tokens_of(self, seq_id: int) -> Sequence[int]:
-        return self.scheduler.roster.sequences[seq_id].token_ids
-
-    def collect(self) -> None:
-        """Commit the oldest dispatched step."""
-        plan, pending = self.in_flight.popleft()
-        self.take(self.scheduler.commit(plan, pending.wait()))
-
-    def step(self) -> Plan:
-        """One turn of the plain loop."""
-        plan = self.dispatch()
-        while self.in_flight:
-            self.collect()
-        return plan
-
-    def run(self, max_steps: int = 10_000) -> list[Plan]:
-        """Steps until nothing is left; each must schedule something."""
-        plans = []
-        while self.scheduler.has_work:
-            plans.append(self.step())
-            assert plans[-1].rows, "there is work but nothing was scheduled"
-            assert len(plans) <= max_steps, "the work does not end"
-        return plans
-
-    def take(self, events: Sequence[TokenEvent]) -> None:
-        """Add events to the outputs."""
-        for event in events:
-            output = self.outputs.setdefault((event.request_id, event.index), Output())
-            assert output.finish_reason is None, "an event after the end"
-            assert event.token_ids or event.finish_reason is not None, "an event without news"
-            assert event.prompt_logprobs is None or not output.token_ids, "prompt logprobs after the first event"
-            output.token_ids += event.token_ids
-            output.logprobs += event.logprobs or []
-            output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
-            output.embedding = event.embedding
-            output.num_cached_tokens = event.num_cached_tokens
-            output.finish_reason, output.stop_reason, output.error = event.finish_reason, event.stop_reason, event.error
