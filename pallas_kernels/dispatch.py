@@ -24,7 +24,7 @@ IMPLEMENTATIONS = ("cpu_native", "mosaic_gpu", "triton", "xla", "reference")
 
 _FALLBACKS = {
     "linear": {"mosaic_gpu": "xla", "triton": "xla"},
-    "grouped_linear": {"cpu_native": "xla", "mosaic_gpu": "triton"},
+    "grouped_linear": {"cpu_native": "xla", "mosaic_gpu": "xla"},
     "write_kv": {"cpu_native": "xla", "mosaic_gpu": "xla"},
 }
 """By operation: what runs in place of an implementation that it does not have."""
