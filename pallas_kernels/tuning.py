@@ -2,8 +2,8 @@
 
 An implementation computes its sizes as a frozen dataclass and asks `tuned`, at the time it is traced. What was measured lies in
 `pallas_kernels/<operation>/tuning/<device>.json`, by shape class; there is no file for most devices, and then nothing changes. A module
-with sizes to tune says what to try: `TUNABLES`, from the first word of a shape class to fields and their values. Knows no kernel and measures nothing: `jaxserve bench
-kernels --tune` does, with `trial`, and writes with `write`.
+with sizes to tune says what to try: `TUNABLES`, from the first word of a shape class to fields and their values. Knows no kernel and
+measures nothing: `jaxserve bench kernels --tune` does, with `trial`, and writes with `write`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def file_of(operation: str, kind: str) -> Path:
 
 
 def write(operation: str, kind: str, sizes: Mapping[Launch, Mapping[str, int]], fastest: str | None, facts: Mapping[str, Any]) -> Path:
-    """Adds measurements to the file of a kind of device; those of other shape classes stay.
+    """Adds measurements to the file of a kind of device; those of other shape classes stay, as does `fastest` where it is None.
 
     Args:
         facts: How they were made: versions, date.
@@ -111,7 +111,7 @@ def write(operation: str, kind: str, sizes: Mapping[Launch, Mapping[str, int]], 
     merged: dict[str, dict[str, Any]] = {name: dict(classes) for name, classes in known.get("sizes", {}).items()}
     for launch, values in sizes.items():
         merged.setdefault(launch.implementation, {})[launch.shape_class] = dict(values)
-    content = {"device": kind, **facts, "fastest": fastest, "sizes": merged}
+    content = {"device": kind, **facts, "fastest": fastest or known.get("fastest"), "sizes": merged}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     _read.cache_clear()
