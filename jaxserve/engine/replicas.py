@@ -57,7 +57,7 @@ class Replicas:
             )
             for i, address in enumerate(addresses)
         ]
-        self._router = Router()
+        self._router = Router(len(addresses))
         self._num_connections = [0] * len(addresses)
         self._sent: dict[str, _Sent] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -134,7 +134,10 @@ class Replicas:
         stream = EventStream(self, requests)
         for request in requests:
             chain = fingerprints(request, self.info.page_size) if len(self.engines) > 1 else []
-            chosen = self._choose(chain) if engine is None else engine
+            if engine is None:
+                chosen = self._choose(chain)
+            else:
+                self._router.remember(chain, chosen := engine)
             self._send(_Sent(request, stream, chain, chosen, is_pinned=engine is not None))
         return stream
 

@@ -8,6 +8,7 @@ The rule: engines whose caches should hold more of the prompt come first, among 
   - that is full while another could start the request at once: a hit saves part of a prefill, a queue costs whole answers;
   - that has MAX_EXTRA_SHARE of its seats more sequences than the least loaded one. Otherwise a beginning that all requests share, such as a
     system prompt, would keep one engine busy and the others idle; passed over once, the next engine knows it too, and load decides.
+Where nothing is known and loads are equal, the first page itself names the engine, so that all front ends begin alike without asking.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from jaxserve.core.request import Request
 from jaxserve.engine.stats import EngineStats
@@ -74,22 +76,25 @@ class Load:
 def fingerprints(request: Request, page_size: int) -> list[int]:
     """One number for each full page of the prompt, which stands for all tokens up to its end and for what keeps caches apart.
 
-    Python's own hash: fast, secret to this process, and an accidental equality only misleads.
+    That of the first page is the same in all processes; the others come from Python's own hash, which is fast. An accidental equality only
+    misleads.
     """
-    value = hash(request.cache_salt)
     data = array("I", request.prompt_token_ids).tobytes()
     page_bytes = len(data) // len(request.prompt_token_ids) * page_size
-    chain = []
-    for end in range(page_bytes, len(data) + 1, page_bytes):
-        value = hash((value, data[end - page_bytes : end]))
-        chain.append(value)
+    if len(data) < page_bytes:
+        return []
+    salt = b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode("utf-8", "surrogatepass")
+    chain = [int.from_bytes(sha256(data[:page_bytes] + salt).digest()[:8])]
+    for end in range(2 * page_bytes, len(data) + 1, page_bytes):
+        chain.append(hash((chain[-1], data[end - page_bytes : end])))
     return chain
 
 
 class Router:
-    """Chooses engines, by their numbers from 0 on, and remembers the choices."""
+    """Chooses engines, by their numbers below `num_engines`, and remembers the choices."""
 
-    def __init__(self, max_fingerprints: int = MAX_FINGERPRINTS) -> None:
+    def __init__(self, num_engines: int, max_fingerprints: int = MAX_FINGERPRINTS) -> None:
+        self._num_engines = num_engines
         self._max_fingerprints = max_fingerprints
         self._known: OrderedDict[int, int] = OrderedDict()
         """Fingerprint to the engines it was sent to, a bit for each; the one used last at the end."""
@@ -105,16 +110,26 @@ class Router:
 
         Args:
             chain: From `fingerprints`.
-            loads: Of the engines that may be chosen; at least one. Equals take turns.
+            loads: Of the engines that may be chosen; at least one. Equals take turns where there is no full page.
         """
         num_known = self._num_known(chain, loads)
-        order = sorted(loads, key=lambda engine: (-num_known[engine], *loads[engine].rank, self._last_turns.get(engine, 0)))
+        turns = {engine: (engine - chain[0]) % self._num_engines if chain else self._last_turns.get(engine, 0) for engine in loads}
+        order = sorted(loads, key=lambda engine: (-num_known[engine], *loads[engine].rank, turns[engine]))
         least = min(loads.values(), key=lambda load: load.rank)
         chosen = next(engine for engine in order if not loads[engine].is_clearly_above(least))
         self._turn += 1
         self._last_turns[chosen] = self._turn
-        self._remember(chain, chosen)
+        self.remember(chain, chosen)
         return chosen
+
+    def remember(self, chain: Sequence[int], engine: int) -> None:
+        """A prompt with these fingerprints was sent to the engine."""
+        # From the end: of a chain that is dropped page by page the beginning is still of use.
+        for key in reversed(chain):
+            self._known[key] = self._known.get(key, 0) | 1 << engine
+            self._known.move_to_end(key)
+        while len(self._known) > self._max_fingerprints:
+            self._known.popitem(last=False)
 
     def forget(self, engine: int) -> None:
         """The engine's cache is empty: it was started anew, or told to forget."""
@@ -133,11 +148,3 @@ class Router:
                 return num_known
             left = still
         return num_known | {engine: len(chain) for engine in loads if left >> engine & 1}
-
-    def _remember(self, chain: Sequence[int], engine: int) -> None:
-        # From the end: of a chain that is dropped page by page the beginning is still of use.
-        for key in reversed(chain):
-            self._known[key] = self._known.get(key, 0) | 1 << engine
-            self._known.move_to_end(key)
-        while len(self._known) > self._max_fingerprints:
-            self._known.popitem(last=False)

@@ -1,6 +1,7 @@
 """Where requests go: known beginnings, the bounds of that, loads by hand, and engines that are gone."""
 
 from collections import Counter
+from hashlib import sha256
 
 import pytest
 from hypothesis import given
@@ -34,19 +35,30 @@ def test_a_fingerprint_stands_for_all_tokens_so_far_and_the_salt():
 
 
 def test_equals_take_turns():
-    router = Router()
+    router = Router(3)
     assert [router.choose([], loads(0, 0, 0)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
+def test_front_ends_begin_alike_with_what_none_has_seen():
+    prompts = [chain([i] * 20) for i in range(40)]
+    chosen = [[Router(2).choose(prompt, loads(0, 0)) for prompt in prompts] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+    assert 10 <= sum(chosen[0]) <= 30
+    assert [Router(2).choose(prompt, loads(1, 0)) for prompt in prompts] == [1] * 40
+    # The same in every process, whatever seeds Python's hash there.
+    first_page = b"".join(token.to_bytes(4, "little") for token in range(16))
+    assert chain(range(16)) == [int.from_bytes(sha256(first_page).digest()[:8], "big")]
+
+
 def test_waiting_comes_before_running_and_running_before_pages():
-    router = Router()
+    router = Router(2)
     assert router.choose([], {0: Load(1, 5, 0.0, 8), 1: Load(0, 8, 0.9, 8)}) == 1
     assert router.choose([], {0: Load(0, 5, 0.1, 8), 1: Load(0, 4, 0.9, 8)}) == 1
     assert router.choose([], {0: Load(0, 4, 0.9, 8), 1: Load(0, 4, 0.1, 8)}) == 1
 
 
 def test_the_longest_known_beginning_wins():
-    router = Router()
+    router = Router(2)
     first, second = list(range(64)), list(range(500, 564))
     assert router.choose(chain(first), loads(0, 0)) == 0
     assert router.choose(chain(second), loads(0, 0)) == 1
@@ -60,7 +72,7 @@ def test_the_longest_known_beginning_wins():
 
 
 def test_a_known_beginning_is_left_where_too_much_is_to_be_done():
-    router = Router()
+    router = Router(2)
     prompt = chain(range(64))
     assert router.choose(prompt, loads(0, 0)) == 0
     assert router.choose(prompt, loads(10, 6)) == 0
@@ -68,7 +80,7 @@ def test_a_known_beginning_is_left_where_too_much_is_to_be_done():
     assert router.choose(prompt, loads(0, 0)) in (0, 1)  # both know it now; load decides
     assert router.choose(prompt, loads(2, 1)) == 1
 
-    router = Router()
+    router = Router(2)
     assert router.choose(prompt, loads(0, 0)) == 0
     assert router.choose(prompt, loads(SEATS, SEATS - 1)) == 1  # it would wait at the one, run at the other
     router.forget(1)
@@ -76,7 +88,7 @@ def test_a_known_beginning_is_left_where_too_much_is_to_be_done():
 
 
 def test_few_seats_allow_two_more():
-    router = Router()
+    router = Router(2)
     prompt = chain(range(64))
     few = {i: Load(0, running, num_seats=8) for i, running in enumerate((3, 1))}
     assert router.choose(prompt, {0: few[0]}) == 0
@@ -85,7 +97,7 @@ def test_few_seats_allow_two_more():
 
 
 def test_what_is_lost_is_not_chosen_and_forgotten():
-    router = Router()
+    router = Router(2)
     prompt = chain(range(64))
     assert router.choose(prompt, loads(0, 0)) == 0
     assert router.choose(prompt, {1: Load()}) == 1
@@ -98,7 +110,7 @@ def test_what_is_lost_is_not_chosen_and_forgotten():
 
 
 def test_memory_is_bounded_and_beginnings_stay_longest():
-    router = Router(max_fingerprints=6)
+    router = Router(2, max_fingerprints=6)
     old, new = chain(range(64)), chain(range(500, 548))
     router.choose(old, loads(0, 9))
     router.choose(new, loads(9, 0))
@@ -116,7 +128,7 @@ def test_memory_is_bounded_and_beginnings_stay_longest():
     others=st.lists(st.integers(0, 2), min_size=4, max_size=4),
 )
 def test_one_beginning_goes_to_one_engine_while_loads_are_even(beginnings, num_engines, others):
-    router = Router()
+    router = Router(num_engines)
     even = loads(*others[:num_engines])  # two more are no load
     homes: dict[int, int] = {}
     for beginning, num_more in beginnings:
@@ -127,7 +139,7 @@ def test_one_beginning_goes_to_one_engine_while_loads_are_even(beginnings, num_e
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=150), st.integers(2, 4))
 def test_no_engine_gets_far_ahead_of_the_least_loaded(requests, num_engines):
-    router = Router()
+    router = Router(num_engines)
     num_open = [0] * num_engines
     for beginning, has_one_ended in requests:
         chosen = router.choose(chain([beginning] * 48), loads(*num_open))
@@ -139,7 +151,7 @@ def test_no_engine_gets_far_ahead_of_the_least_loaded(requests, num_engines):
 
 
 def test_a_beginning_that_all_share_spreads_over_all():
-    router = Router()
+    router = Router(3)
     num_open = [0, 0, 0]
     for i in range(60):
         num_open[router.choose(chain([7] * 160 + [i] * 16), loads(*num_open))] += 1
@@ -171,7 +183,7 @@ def test_loads_by_hand(stats, own, expected):
 
 
 def test_sequences_spread_when_nothing_is_known():
-    router = Router()
+    router = Router(2)
     num_open = [0, 0]
     for i in range(10):
         num_open[router.choose(chain(range(i * 100, i * 100 + 40)), loads(*num_open))] += 1
