@@ -1,8 +1,8 @@
 """Runs golden models over several CPU devices, in a process of its own: how many there are is settled when JAX starts.
 
 `python mesh_run.py CASES GOLDEN_DIR SCRATCH_DIR` with cases such as `llama3-rope/4`, `qwen3-moe/2/experts` or `qwen3/8/twice`; a line of
-JSON for each tells what was computed and what lies where. "twice" runs a model with every head and kv head doubled, which computes the
-same and can be cut twice as often.
+JSON for each tells what was computed and what lies where. "experts" is expert parallelism; "twice" doubles every head and kv head, which
+computes the same and can be cut twice as often; "built" has the engine built as it is served.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.config import SchedulerLimits
+from jaxserve.config import EngineConfig, SchedulerLimits
 from jaxserve.convert import convert
 from jaxserve.core.buckets import Bucket, Buckets
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.models.load import load_model_on_mesh
 from jaxserve.models.registry import resolve_spec
-from jaxserve.models.shards import AXIS
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
+from jaxserve.models.spec import AttentionSpec, ModelSpec
 from jaxserve.runner.memory import group_limits
+from jaxserve.runner.placement import device_mesh
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
 
@@ -67,19 +67,18 @@ class Doubled:
         """The tensor, or some rows of it."""
         array, part = self._checkpoint.read(name), name.split(".")[-2]
         attention = self._spec.layers[0].attention
+        is_plain = isinstance(attention, AttentionSpec)
+        num_groups = attention.num_kv_heads if is_plain else attention.num_heads
         if part == "o_proj" and array.ndim == 2:
-            array = _repeated(array.T, attention.num_heads).T / 2
-        elif isinstance(attention, AttentionSpec) and part in ("q_proj", "k_proj", "v_proj"):
-            array = _repeated(array, attention.num_heads if part == "q_proj" else attention.num_kv_heads, attention.num_kv_heads)
-        elif isinstance(attention, LatentAttentionSpec) and part in ("q_proj", "q_b_proj", "kv_b_proj"):
-            array = _repeated(array, attention.num_heads)
+            array = _repeated(array.T, num_groups).T / 2
+        elif part in (("q_proj", "k_proj", "v_proj") if is_plain else ("q_proj", "q_b_proj", "kv_b_proj")):
+            array = _repeated(array, num_groups)
         return array if rows is None else array[rows]
 
 
-def _repeated(array: np.ndarray, num_heads: int, num_groups: int | None = None) -> np.ndarray:
-    """Every group of heads is followed by itself; a group is one head unless their number is given."""
-    groups = array.reshape(num_groups or num_heads, -1, *array.shape[1:])
-    return np.repeat(groups, 2, axis=0).reshape(-1, *array.shape[1:])
+def _repeated(array: np.ndarray, num_groups: int) -> np.ndarray:
+    """Every group of heads is followed by itself."""
+    return np.repeat(array.reshape(num_groups, -1, *array.shape[1:]), 2, axis=0).reshape(-1, *array.shape[1:])
 
 
 def doubled_spec(spec: ModelSpec) -> ModelSpec:
@@ -94,32 +93,62 @@ def doubled_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
-    """One case: the tokens, which arrays take how many bytes on the fullest device, and the collectives of the two programs."""
+    """One case: the tokens, the bytes that weights and pages take on the fullest device, and the collectives of each program."""
     folder, count, *options = case.split("/")
     converted, source = scratch / folder, golden / folder
     if not converted.exists():
         convert(next(source.glob("*.gguf"), source), converted)
-    checkpoint: Any = open_checkpoint(converted)
+    has_expert_parallel = "experts" in options
+    if "built" in options:
+        config = EngineConfig(
+            model=str(converted), device="cpu", dtype="float32", attention_backend="xla", generation_config="vllm",
+            max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, num_pages=NUM_PAGES,
+            tensor_parallel_size=int(count), enable_expert_parallel=has_expert_parallel,
+        )  # fmt: skip
+        engine = build_engine(config)
+        runner = engine.runner
+    else:
+        runner = _runner(open_checkpoint(converted), int(count), has_expert_parallel=has_expert_parallel, is_doubled="twice" in options)
+        engine = _engine(runner)
+    expected = json.loads((source / "expected.json").read_text())
+    return {
+        "case": case,
+        "tokens": generate(engine, expected["prompts"]),
+        "weights_bytes": device_bytes(runner._weights),
+        "pages_bytes": device_bytes(runner._pages),
+        "collectives": [Counter(_collectives(program.as_text())) for program in runner._steps.values()],
+        "info": [engine.info.tensor_parallel_size, engine.info.kv_cache_bytes, engine.info.device],
+    }
+
+
+def _runner(checkpoint: Any, count: int, *, has_expert_parallel: bool, is_doubled: bool) -> ModelRunner:
     spec = resolve_spec(checkpoint.config)
-    if "twice" in options:
+    if is_doubled:
         checkpoint, spec = Doubled(checkpoint, spec), doubled_spec(spec)
-    mesh = Mesh(np.array(jax.devices()[: int(count)]), (AXIS,), axis_types=(AxisType.Auto,))
-    model = load_model_on_mesh(spec, checkpoint, jnp.float32, mesh=mesh, has_expert_parallel="experts" in options)
+    mesh = device_mesh(jax.devices()[:count])
+    assert mesh is not None
+    model = load_model_on_mesh(spec, checkpoint, jnp.float32, mesh=mesh, has_expert_parallel=has_expert_parallel)
     shape = RunnerShape(
         buckets=Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,)), num_pages=NUM_PAGES, page_size=PAGE_SIZE,
         max_model_len=MAX_LEN, max_penalty_slots=MAX_SEQS,
     )  # fmt: skip
     runner = QuickRunner(model, model.spec, shape, kv_dtype=jnp.float32, mesh=mesh)
     runner.compile()
-    expected = json.loads((source / "expected.json").read_text())
-    return {
-        "case": case,
-        "num_layers": spec.num_layers,
-        "tokens": generate(runner, expected["prompts"]),
-        "weights_bytes": device_bytes(runner._weights),
-        "pages_bytes": device_bytes(runner._pages),
-        "collectives": [Counter(_collectives(program.as_text())) for program in runner._steps.values()],
-    }
+    return runner
+
+
+def _engine(runner: ModelRunner) -> Engine:
+    limits = SchedulerLimits(
+        max_num_seqs=MAX_SEQS, max_num_batched_tokens=23, max_model_len=MAX_LEN, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
+        rope_original_length=runner.spec.rope_original_length, groups=group_limits(runner.spec),
+        has_recurrent_state=bool(runner.spec.recurrent_layers),
+    )  # fmt: skip
+    info = EngineInfo(
+        model_path="", model="tiny", model_type=runner.spec.model_type, dtype="float32", max_model_len=MAX_LEN,
+        vocab_size=runner.spec.vocab_size, eos_token_ids=(), num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=23,
+    )  # fmt: skip
+    return Engine(Scheduler(limits, runner.shape.buckets), runner, info, async_scheduling=True)
 
 
 def device_bytes(arrays: Any) -> int:
@@ -135,19 +164,8 @@ def _collectives(hlo: str) -> list[str]:
     return re.findall(rf"= [^=]*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo)
 
 
-def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
+def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of the prompts, all at once, in chunks."""
-    limits = SchedulerLimits(
-        max_num_seqs=MAX_SEQS, max_num_batched_tokens=23, max_model_len=MAX_LEN, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
-        rope_original_length=runner.spec.rope_original_length, groups=group_limits(runner.spec),
-        has_recurrent_state=bool(runner.spec.recurrent_layers),
-    )  # fmt: skip
-    info = EngineInfo(
-        model_path="", model="tiny", model_type=runner.spec.model_type, dtype="float32", max_model_len=MAX_LEN,
-        vocab_size=runner.spec.vocab_size, eos_token_ids=(), num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=23,
-    )  # fmt: skip
-    engine = Engine(Scheduler(limits, runner.shape.buckets), runner, info, async_scheduling=True)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(Request(request_id=str(i), prompt_token_ids=tuple(prompt), params=params))

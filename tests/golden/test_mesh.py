@@ -1,0 +1,79 @@
+"""Golden models shared by 2, 4 and 8 devices of the CPU: the tokens, what each device holds, and what the devices tell one another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.models.registry import resolve_spec
+from jaxserve.models.tensors import tensor_shapes
+
+CASES = {"llama3-rope/2/built": {}, "mixtral/4/experts": {}, "deepseek-v3/8/twice": {"num_attention_heads": 8, "num_key_value_heads": 8}}
+"""Dense, experts dealt out, latent attention with experts that are cut; with what of the config is changed."""
+WHOLE = re.compile(r"norm|router|q_a_proj|kv_a_proj")
+"""Tensors that every device holds."""
+
+
+@pytest.fixture(scope="module")
+def results(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What `mesh_run.py` found, by case."""
+    command = [sys.executable, Path(__file__).with_name("mesh_run.py"), ",".join(CASES), golden_dir, tmp_path_factory.mktemp("converted")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return {result["case"]: result for result in map(json.loads, ran.stdout.splitlines())}
+
+
+@pytest.fixture(params=CASES)
+def result(request: pytest.FixtureRequest, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One case's."""
+    return results[request.param]
+
+
+def spec_and_count(result: dict[str, Any], golden_dir: Path) -> tuple[Any, int]:
+    folder, count = result["case"].split("/")[:2]
+    config = json.loads((golden_dir / folder / "config.json").read_text())
+    return resolve_spec(config | CASES[result["case"]]), int(count)
+
+
+def test_the_tokens_are_those_of_one_device(result: dict[str, Any], golden_dir: Path) -> None:
+    expected = json.loads((golden_dir / result["case"].split("/")[0] / "expected.json").read_text())
+    assert result["tokens"] == [tokens[:24] for tokens in expected["greedy"]]
+
+
+def test_each_device_holds_its_share_of_the_weights(result: dict[str, Any], golden_dir: Path) -> None:
+    spec, count = spec_and_count(result, golden_dir)
+    num_kv_heads = getattr(spec.layers[0].attention, "num_kv_heads", count)
+    share = 0.0
+    for name, shape in tensor_shapes(spec):
+        size = 4
+        for extent in shape:
+            size *= extent
+        is_kv = re.search(r"self_attn\.[kv]_proj", name) is not None
+        share += size / (1 if WHOLE.search(name) else min(count, num_kv_heads) if is_kv else count)
+    assert share <= result["weights_bytes"] <= 1.05 * share
+
+
+def test_each_device_holds_its_heads_of_the_pages(result: dict[str, Any], golden_dir: Path) -> None:
+    spec, count = spec_and_count(result, golden_dir)
+    num_parts, num_kv_heads, head_dim = spec.page_shape  # latent vectors count as one head
+    assert result["pages_bytes"] == 4 * spec.num_page_arrays * 128 * num_parts * max(1, num_kv_heads // count) * 16 * head_dim
+
+
+def test_devices_add_up_twice_a_layer_and_gather_the_logits_alone(result: dict[str, Any], golden_dir: Path) -> None:
+    spec, _ = spec_and_count(result, golden_dir)
+    assert len(result["collectives"]) >= 2
+    for collectives in result["collectives"]:
+        assert collectives == {"all-reduce": 2 * spec.num_layers + 1, "all-gather": 1}
+
+
+def test_an_engine_says_by_how_many_it_is_shared(results: dict[str, dict[str, Any]]) -> None:
+    result = results["llama3-rope/2/built"]
+    size, kv_cache_bytes, device = result["info"]
+    assert size == 2 and kv_cache_bytes == result["pages_bytes"] and device.startswith("2 x cpu")
