@@ -1,4 +1,4 @@
-"""Runs Triton kernels on the CPU, with Triton's interpreter on NumPy arrays, and counts what they load and store.
+"""Runs Triton kernels on the CPU, with Triton's interpreter on NumPy arrays; counts what they load and store, and checks where.
 
 Triton decides when it is imported whether it interprets or compiles. So `run` calls a function in a process of its own that interprets:
 the same launches (`triton_launch`) with the same kernels, and its callers stay free to compile them. float32 and float16 are right there;
@@ -28,6 +28,9 @@ class Traffic(NamedTuple):
 
 
 _traffic = Traffic()
+_readable: dict[str, tuple[int, int]] = {}
+_writable: dict[str, tuple[int, int]] = {}
+"""Addresses [first, end) of the running kernel's arrays."""
 
 
 def run(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Traffic]:
@@ -53,7 +56,7 @@ def _start_interpreting() -> None:
 
 def _run_here(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Traffic]:
     global _traffic
-    _count_traffic()
+    _watch_memory()
     _traffic = Traffic()
     with np.errstate(all="ignore"):  # kernels meet infinities and NaN on purpose
         result = jax.tree.map(np.asarray, function(*args, **options))
@@ -65,17 +68,31 @@ def interpret(
     *,
     grid: tuple[int, ...],
     reads: Mapping[str, jax.Array],
-    writes: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
+    writes: Mapping[str, jax.ShapeDtypeStruct | jax.Array | np.ndarray],
     constants: Mapping[str, Any],
-) -> tuple[jax.Array, ...]:
-    """What `triton_launch.launch` does, in a process that interprets. New arrays start as NaN, or the largest integer."""
+) -> tuple[Any, ...]:
+    """What `triton_launch.launch` does, in a process that interprets. New arrays start as NaN, or the largest integer.
+
+    NumPy arrays are not copied: those in `writes` are changed, and returned.
+
+    Raises:
+        triton's InterpreterError: what a kernel raised; an IndexError where it loads or stores outside its arrays.
+    """
     inputs = {name: _HostArray(np.ascontiguousarray(array)) for name, array in reads.items()}
     outputs = {name: _HostArray(_start_of(array)) for name, array in writes.items()}
+    _readable.clear()
+    _readable.update({name: host.span() for name, host in (inputs | outputs).items()})
+    _writable.clear()
+    _writable.update({name: host.span() for name, host in outputs.items()})
     kernel[grid](**inputs, **outputs, **constants)
-    return tuple(jnp.asarray(outputs[name].array) for name in writes)
+    return tuple(
+        outputs[name].array if isinstance(array, np.ndarray) else jnp.asarray(outputs[name].array) for name, array in writes.items()
+    )
 
 
-def _start_of(array: jax.ShapeDtypeStruct | jax.Array) -> np.ndarray:
+def _start_of(array: jax.ShapeDtypeStruct | jax.Array | np.ndarray) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
     if not isinstance(array, jax.ShapeDtypeStruct):
         return np.array(array)
     dtype = np.dtype(array.dtype)
@@ -95,6 +112,10 @@ class _HostArray:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
+
+    def span(self) -> tuple[int, int]:
+        """Its addresses [first, end)."""
+        return self.array.ctypes.data, self.array.ctypes.data + self.array.nbytes
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -125,27 +146,34 @@ class _HostArray:
 
 
 @functools.cache
-def _count_traffic() -> None:
-    """Makes the interpreter's loads and stores count themselves. Unmasked ones end in these too."""
-    from triton.runtime import interpreter
+def _watch_memory() -> None:
+    """Makes the interpreter's loads and stores count and check themselves. Unmasked ones end in the masked ones too."""
+    from triton.runtime.interpreter import InterpreterBuilder
 
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def size(pointers: Any, mask: Any) -> int:
-        touched = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))[
-            np.broadcast_to(mask.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
-        ]
-        return len(np.unique(touched)) * pointers.get_element_ty().primitive_bitwidth // 8
-
-    def counted_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         global _traffic
-        _traffic = _traffic._replace(load_bytes=_traffic.load_bytes + size(pointers, mask))
+        _traffic = _traffic._replace(load_bytes=_traffic.load_bytes + _touched_bytes(pointers, mask, _readable))
         return load(self, pointers, mask, *rest)
 
-    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         global _traffic
-        _traffic = _traffic._replace(store_bytes=_traffic.store_bytes + size(pointers, mask))
+        _traffic = _traffic._replace(store_bytes=_traffic.store_bytes + _touched_bytes(pointers, mask, _writable))
         return store(self, pointers, value, mask, *rest)
 
-    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = watched_load, watched_store
+
+
+def _touched_bytes(pointers: Any, mask: Any, spans: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes at the distinct addresses where the mask is set. Raises IndexError for an address outside of all spans."""
+    addresses, is_set = np.broadcast_arrays(pointers.data, mask.data)
+    touched = np.unique(addresses[is_set])
+    item_bytes: int = pointers.get_element_ty().primitive_bitwidth // 8
+    is_inside = np.zeros(touched.shape, bool)
+    for first, end in spans.values():
+        is_inside |= (touched >= first) & (touched + item_bytes <= end)
+    if not is_inside.all():
+        nearest = {name: int(touched[~is_inside][0]) - first for name, (first, _) in spans.items()}
+        raise IndexError(f"a kernel touches memory outside of its arrays, at these bytes from where they start: {nearest}")
+    return len(touched) * item_bytes

@@ -57,10 +57,11 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _tiles_of_split(first_key, end_key, split, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """The tiles [first, end) of a split. Splits are filled in order and hold MIN_TILES at least, so a short row has few."""
+    """The tiles [first, end) of a split. All but the last have the same number, MIN_TILES at least, so a short row has few splits."""
     first = first_key // TILE
     end = tl.cdiv(end_key, TILE)
-    size = tl.maximum(tl.cdiv(end - first, SPLITS), MIN_TILES)
+    used = tl.maximum(tl.minimum((end - first) // MIN_TILES, SPLITS), 1)
+    size = tl.cdiv(end - first, used)
     first = first + split * size
     return first, tl.minimum(first + size, end)
 

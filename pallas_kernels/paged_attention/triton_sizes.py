@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 MIN_DIM = 16
 """A side of a tile that tensor cores multiply, at least."""
+TILE_BYTES = 36 * 1024
+"""Of a tile of queries, or of keys and values together: 128 x 128 or 32 x 576 elements of 16 bits."""
+SHARED_BYTES = 96 * 1024
 PROGRAMS_WANTED = 512
 """Programs that keep a large card busy: about four for each of the 132 cores of an H200."""
 MAX_SPLITS = 32
@@ -66,30 +69,38 @@ def single_token_sizes(
         dot_bytes: Of an element as it is multiplied: 4, or 2.
         max_keys: Width of the page table in positions.
     """
-    block_m = min(64, max(MIN_DIM, next_power(group)))
-    row_bytes = sum(head_pieces(head_dim)) * max(page_bytes, dot_bytes)
-    tile = _power_within(32768 // num_parts // row_bytes, 16, 128)
+    dims = sum(head_pieces(head_dim))
+    block_m = min(32 if dims > 256 else 64, max(MIN_DIM, next_power(group)))
+    tile = _power_within(TILE_BYTES // num_parts // (dims * dot_bytes), 16, 128)
     # What a split writes, and its reader reads, is to stay below a tenth of the keys and values that it walks.
     fair_keys = group * 8 * 10 // (num_parts * page_bytes)
     min_tiles = -(-max(128, fair_keys) // tile)
     programs = num_rows * num_kv_heads * -(-group // min(group, block_m))
     num_splits = min(MAX_SPLITS, next_power(-(-PROGRAMS_WANTED // programs)), -(-max_keys // (min_tiles * tile)))
-    wide = block_m * sum(head_pieces(head_dim)) > 64 * 256
     return Sizes(
-        block_m=block_m, heads=min(group, block_m), tile=tile, num_splits=max(1, num_splits), min_tiles=min_tiles,
-        num_warps=8 if wide else 4, num_stages=3 if row_bytes * tile * num_parts <= 32768 else 2,
+        block_m=block_m, heads=min(group, block_m), tile=tile, num_splits=num_splits, min_tiles=min_tiles,
+        num_warps=8 if block_m * dims > 16 * 576 else 4,
+        num_stages=_stages(3, block_m * dims * dot_bytes, tile * dims * num_parts * dot_bytes),
     )  # fmt: skip
 
 
 def many_token_sizes(*, group: int, num_parts: int, head_dim: int, page_bytes: int, dot_bytes: int) -> Sizes:
     """For tiles of tokens: bound by arithmetic, so the tile of queries is as large as its sums fit into registers. Args as above."""
     dims = sum(head_pieces(head_dim))
-    row_bytes = dims * max(page_bytes, dot_bytes)
-    block_m = _power_within(32768 // row_bytes, 16, 128)
+    # Numbers that are converted, or multiplied in three steps, take registers of their own.
+    is_plain = page_bytes == dot_bytes == 2
+    block_m = _power_within(TILE_BYTES // (1 if is_plain else 2) // (dims * dot_bytes), 16, 128)
+    tile = _power_within(TILE_BYTES // num_parts // (dims * dot_bytes), 16, 64)
     return Sizes(
-        block_m=block_m, heads=min(group, block_m), tile=_power_within(32768 // num_parts // row_bytes, 16, 64),
-        num_warps=8 if block_m * dims > 64 * 128 else 4, num_stages=2,
+        block_m=block_m, heads=min(group, block_m), tile=tile,
+        num_warps=8 if block_m * dims > 64 * 128 else 4,
+        num_stages=_stages(2, block_m * dims * dot_bytes, tile * dims * num_parts * dot_bytes),
     )  # fmt: skip
+
+
+def _stages(wanted: int, q_bytes: int, kv_bytes: int) -> int:
+    """As many as wanted, or as fit: tiles of keys and values are in shared memory once for each stage, beside the queries."""
+    return max(1, min(wanted, (SHARED_BYTES - q_bytes) // kv_bytes))
 
 
 def _power_within(n: int, low: int, high: int) -> int:
