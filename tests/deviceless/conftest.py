@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -21,39 +19,35 @@ MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 8, "qwen3-30b-a3b": 1, "gemma-3-27
 """By name of the config: how many cards share the model."""
 
 
-@dataclass(frozen=True)
 class Programs:
-    """One model's largest decode and mixed step.
+    """One model's largest decode and mixed step; compiled when first asked for."""
 
-    Attributes:
-        plan: The memory plan, made before these were compiled.
-        compiled, module: By family: the program, and its text, read.
-    """
+    def __init__(self, name: str) -> None:
+        self.step = WholeStep(resolve_spec(json.loads((CONFIGS / f"{name}.json").read_text())), num_devices=MODELS[name])
+        self.name = name
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+        self._modules: dict[str, hlo.Module] = {}
 
-    step: WholeStep
-    plan: MemoryPlan
-    compiled: dict[str, jax.stages.Compiled]
-    module: dict[str, hlo.Module]
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        """As start-up makes it: temporaries measured with hardly any pages, then the number of pages."""
+        trial = self.step.lower(self.step.mixed_bucket, MIN_PAGES).compile()
+        return self.step.plan(trial.memory_analysis().temp_size_in_bytes)
 
+    def compiled(self, family: str) -> jax.stages.Compiled:
+        """The program with as many pages as the plan has."""
+        if family not in self._compiled:
+            bucket = self.step.decode_bucket if family == "decode" else self.step.mixed_bucket
+            self._compiled[family] = self.step.lower(bucket, self.plan.num_pages).compile()
+        return self._compiled[family]
 
-def whole_step(name: str) -> WholeStep:
-    spec = resolve_spec(json.loads((CONFIGS / f"{name}.json").read_text()))
-    return WholeStep(spec, num_devices=MODELS[name])
-
-
-@functools.cache
-def compile_programs(name: str) -> Programs:
-    step = whole_step(name)
-    buckets = {"decode": step.decode_bucket, "mixed": step.mixed_bucket}
-    # What start-up does: temporaries are measured with hardly any pages, then the plan decides how many there are.
-    trial = step.lower(step.mixed_bucket, MIN_PAGES).compile()
-    plan = step.plan(trial.memory_analysis().temp_size_in_bytes)
-    lowered = {family: step.lower(bucket, plan.num_pages) for family, bucket in buckets.items()}
-    with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
-    return Programs(step, plan, compiled, {family: hlo.parse(program.as_text()) for family, program in compiled.items()})
+    def module(self, family: str) -> hlo.Module:
+        """Its text, read."""
+        if family not in self._modules:
+            self._modules[family] = hlo.parse(self.compiled(family).as_text())
+        return self._modules[family]
 
 
 @pytest.fixture(params=list(MODELS), scope="session")
 def programs(request: pytest.FixtureRequest) -> Programs:
-    return compile_programs(request.param)
+    return Programs(request.param)
