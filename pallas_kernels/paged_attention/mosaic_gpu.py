@@ -11,24 +11,28 @@ from pallas_kernels.paged_attention import mosaic_gpu_plan as planning
 
 if TYPE_CHECKING:
     from pallas_kernels.dispatch import Needs
+    from pallas_kernels.paged_attention.mosaic_gpu_tile import Rules
 
 CAPABILITY = (9, 0)
 """The one that has wgmma."""
 
 
 def lacks(needs: Needs, capability: tuple[int, int]) -> str | None:
-    """What this implementation has not got for a layer on such a card, or None when it serves it."""
+    """What this implementation has not got for a layer on such a card, or None when it serves it; several things separated by "; "."""
+    found = []
     if capability != CAPABILITY:
-        return f"wgmma, which capability {capability[0]}.{capability[1]} has not"
+        found.append(f"wgmma on capability {capability[0]}.{capability[1]}")
     if needs.num_parts != 2:
-        return "pages of one part (latent attention)"
+        found.append("pages of one part (latent attention)")
     if needs.page_dtype not in ("bfloat16", "float16"):
-        return f"{needs.page_dtype} pages: wgmma multiplies 16-bit numbers"
-    if needs.head_dim > 256 or planning.swizzle_of(needs.head_dim) is None:
-        return f"head_dim {needs.head_dim}: it serves multiples of 16 up to 256"
+        found.append(f"{needs.page_dtype} pages")
+    if needs.head_dim > 256 or needs.head_dim % 16:
+        found.append(f"head_dim {needs.head_dim} (it has multiples of 16 up to 256)")
     if needs.page_size % 8:
-        return f"page_size {needs.page_size}: it serves multiples of 8"
-    return None
+        found.append(f"page_size {needs.page_size} (it has multiples of 8)")
+    if needs.group > planning.WARPGROUP_ROWS:
+        found.append(f"{needs.group} query heads for a kv head (it has up to {planning.WARPGROUP_ROWS})")
+    return "; ".join(found) or None
 
 
 def paged_attention(
@@ -48,21 +52,47 @@ def paged_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `api.paged_attention`."""
-    from pallas_kernels.paged_attention import mosaic_gpu_decode
-    from pallas_kernels.paged_attention.mosaic_gpu_tile import Rules
+    """See `api.paged_attention`. Rows that open a mixed step with one token each go the way of decode."""
+    from pallas_kernels.paged_attention import mosaic_gpu_prefill, mosaic_gpu_tile
 
-    num_rows = page_tables.shape[0]
-    _, _, num_kv_heads, page_size, head_dim = pages.shape
-    group = q.shape[1] // num_kv_heads
+    assert kv_scales is None
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, num_kv_heads, page_size = page_tables.shape[0], pages.shape[2], pages.shape[3]
+    group, max_keys = num_heads // num_kv_heads, page_tables.shape[1] * page_size
+    rules = mosaic_gpu_tile.Rules(scale=scale, window=window, chunk=chunk, soft_cap=soft_cap)
+    grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    grouped_sinks = None if sinks is None else sinks.reshape(num_kv_heads, group)
+    if is_decode:
+        return _decode(grouped, pages, page_tables, kv_length, grouped_sinks, rules).reshape(q.shape)
+    num_single = jnp.cumprod(jnp.diff(row_start) == 1).sum()
+    of_single = _decode(
+        jnp.pad(grouped, ((0, max(0, num_rows - num_tokens)), (0, 0), (0, 0), (0, 0)))[:num_rows],
+        pages, page_tables, jnp.where(jnp.arange(num_rows) < num_single, kv_length, 0), grouped_sinks, rules,
+    )  # fmt: skip
+    plan = planning.plan_prefill(head_dim=head_dim, group=group, page_size=page_size, max_keys=max_keys, out_bytes=q.dtype.itemsize)
+    assert plan is not None, (head_dim, group)
+    tiles = mosaic_gpu_prefill.query_tiles(row_start, position, num_single, plan.group)
+    out = mosaic_gpu_prefill.prefill(grouped, pages, page_tables, tiles, grouped_sinks, plan=plan, rules=rules)
+    of_single = jnp.pad(of_single, ((0, max(0, num_tokens - num_rows)), (0, 0), (0, 0), (0, 0)))[:num_tokens]
+    is_single = (token_row < num_single)[:, None, None, None]
+    is_padding = (token_row == num_rows)[:, None, None, None]
+    return jnp.where(is_padding, 0.0, jnp.where(is_single, of_single, out)).reshape(q.shape).astype(q.dtype)
+
+
+def _decode(
+    q: jax.Array, pages: jax.Array, page_tables: jax.Array, kv_length: jax.Array, sinks: jax.Array | None, rules: Rules
+) -> jax.Array:
+    """q [B, K, group, H], one token a row -> the same shape and dtype. Rows of length 0 give 0; sinks [K, group]."""
+    from pallas_kernels.paged_attention import mosaic_gpu_decode
+
+    num_rows, num_kv_heads, group, head_dim = q.shape
+    page_size = pages.shape[3]
     max_keys = page_tables.shape[1] * page_size
-    plan = planning.plan_decode(head_dim=head_dim, group=group, page_size=page_size, max_keys=max_keys, is_quantized=False)
-    assert plan is not None and is_decode
-    rules = Rules(scale=scale, window=window, chunk=chunk, soft_cap=soft_cap)
-    padding = ((0, 0), (0, 0), (0, plan.num_queries - group), (0, 0))
-    packed = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim).astype(pages.dtype), padding)
+    plan = planning.plan_decode(head_dim=head_dim, group=group, page_size=page_size, max_keys=max_keys)
+    assert plan is not None, (head_dim, group)
+    padding = ((0, 0), (0, plan.num_queries - group))
+    packed = jnp.pad(q.astype(pages.dtype), ((0, 0), *padding, (0, 0)))
     num_splits = planning.num_splits(num_rows=num_rows, num_kv_heads=num_kv_heads, max_keys=max_keys, kv_tile=plan.kv_tile)
     partials = mosaic_gpu_decode.decode(packed, pages, page_tables, kv_length, plan=plan, rules=rules, num_splits=num_splits)
-    grouped_sinks = None if sinks is None else jnp.pad(sinks.reshape(num_kv_heads, group), padding[1:3])
-    out = mosaic_gpu_decode.merge(partials, grouped_sinks)
-    return out[:, :, :group].reshape(q.shape).astype(q.dtype)
+    out = mosaic_gpu_decode.merge(partials, None if sinks is None else jnp.pad(sinks, padding))
+    return out[:, :, :group].astype(q.dtype)

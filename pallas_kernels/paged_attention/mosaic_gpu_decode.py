@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import mosaic_gpu_tile as tile
-from pallas_kernels.paged_attention.mosaic_gpu_plan import TilePlan
+from pallas_kernels.paged_attention.mosaic_gpu_plan import DecodePlan
 from pallas_kernels.paged_attention.mosaic_gpu_tile import LOG2_E, NO_SCORE, Ref, Rules
 
 _COMPUTE, _MEMORY = 0, 1
@@ -47,7 +47,7 @@ class _Shared(NamedTuple):
 
 
 def decode(
-    q: jax.Array, pages: jax.Array, page_tables: jax.Array, kv_length: jax.Array, *, plan: TilePlan, rules: Rules, num_splits: int
+    q: jax.Array, pages: jax.Array, page_tables: jax.Array, kv_length: jax.Array, *, plan: DecodePlan, rules: Rules, num_splits: int
 ) -> Partials:
     """The partial softmaxes of one token a row, at position `kv_length - 1`.
 
@@ -88,7 +88,7 @@ def merge(partials: Partials, sinks: jax.Array | None) -> jax.Array:
         sinks: [K, R], a logit that takes part without a value.
     """
     peak = partials.peak.max(axis=2)
-    sink = None if sinks is None else sinks.astype(jnp.float32) * LOG2_E
+    sink = None if sinks is None else sinks.astype(jnp.float32)[None] * LOG2_E
     if sink is not None:
         peak = jnp.maximum(peak, sink)
     factor = jnp.exp2(partials.peak - peak[:, :, None])
@@ -99,7 +99,7 @@ def merge(partials: Partials, sinks: jax.Array | None) -> jax.Array:
     return values / jnp.where(total == 0.0, 1.0, total)[..., None]
 
 
-def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, plan: TilePlan, rules: Rules, num_splits: int) -> None:
+def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, plan: DecodePlan, rules: Rules, num_splits: int) -> None:
     *outputs, shared = refs
     row, head, split = jax.lax.axis_index("row"), jax.lax.axis_index("head"), jax.lax.axis_index("split")
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -138,7 +138,7 @@ type _State = tuple[jax.Array, jax.Array, jax.Array]
 shared memory), weighted values [H, R]."""
 
 
-def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: TilePlan, rules: Rules, steps: tile.Walk) -> _State:
+def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: DecodePlan, rules: Rules, steps: tile.Walk) -> _State:
     """Takes tile i of the walk into the running softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
     peak, total, acc = state
     slot = jax.lax.rem(i, plan.num_stages)
@@ -159,7 +159,11 @@ def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: TilePlan, r
     total = total * jax.lax.broadcast_in_dim(decay, shape, (1,)) + weights
     narrow = plgpu.layout_cast(weights.astype(shared.weights.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     shared.weights.transpose((1, 0))[...] = narrow
-    tile.mask_values(shared.kv.values.at[slot], start, steps)
+
+    @pl.when(tile.is_cut(start, plan.kv_tile, steps))
+    def _mask() -> None:
+        tile.mask_values(shared.kv.values.at[slot], start, steps)
+
     plgpu.commit_smem()
 
     def multiply_values(product: Ref) -> jax.Array:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SHARED_MEMORY_BYTES = 232_448 - 4_096
-"""Of a block on capability 9.0, less what Mosaic takes for barriers and for reductions across warps."""
+SHARED_MEMORY_BYTES = 232_448 - 2_048 - 512
+"""Of a block on capability 9.0, less what Mosaic takes for reductions across warps and for barriers."""
 HALF_A_CORE_BYTES = 110 * 1024
 """A block this small shares its core with a second one, which computes while the first waits at its start or end."""
 NUM_CORES = 132
@@ -28,10 +28,9 @@ class TilePlan:
         kv_tile: Keys (and values) that a step of the loop takes; a multiple of 64, whatever the page size.
         box: Rows of one copy: the largest count that divides both a page and a tile.
         num_stages: Tiles of keys and values in flight or in use.
-        head_dim, padded_head_dim: As stored, and the next multiple of 64: decode has the head dimension on wgmma's M.
+        head_dim: As stored.
+        padded_head_dim: Of the values in shared memory; decode has the head dimension on wgmma's M, a multiple of 64.
         swizzle: Bytes of the swizzle of all wgmma operands: the largest that divides a row of the head.
-        num_queries: Query rows of a block: wgmma's N for decode (a multiple of 8), M for prefill.
-        is_quantized: Pages of 8 bits, converted on their way to the multiplication.
     """
 
     kv_tile: int
@@ -40,56 +39,81 @@ class TilePlan:
     head_dim: int
     padded_head_dim: int
     swizzle: int
-    num_queries: int
-    is_quantized: bool = False
 
     @property
     def boxes_in_tile(self) -> int:
         """Copies that fetch the keys of a tile."""
         return self.kv_tile // self.box
 
+
+def swizzle_of(head_dim: int) -> int:
+    """The swizzle for rows of `head_dim` 16-bit numbers, a multiple of 16: two wgmma operands must share one of 32 bytes or more."""
+    return next(size for size in (128, 64, 32) if head_dim * 2 % size == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan(TilePlan):
+    """Attributes: num_queries: the query heads of a kv head, padded to wgmma's N, a multiple of 8."""
+
+    num_queries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan(TilePlan):
+    """The shape of a kernel's tiles, with those of the queries.
+
+    Attributes:
+        group: Rows of a token: the query heads of a kv head, padded to a power of two, so that 64 rows are whole tokens.
+        chunk: Columns of the output (and of one product with the values) that are in shared memory at once.
+    """
+
+    group: int
+    chunk: int
+
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage: keys and values."""
-        return 2 * self.kv_tile * (self.head_dim + self.padded_head_dim)
+    def tokens_in_warpgroup(self) -> int:
+        """Whole tokens in a warpgroup's rows."""
+        return WARPGROUP_ROWS // self.group
 
 
-def swizzle_of(head_dim: int) -> int | None:
-    """The swizzle for rows of `head_dim` 16-bit elements; None when wgmma has none: below 32 bytes it takes no swizzle."""
-    return next((size for size in (128, 64, 32) if head_dim * 2 % size == 0), None)
-
-
-def plan_decode(*, head_dim: int, group: int, page_size: int, max_keys: int, is_quantized: bool) -> TilePlan | None:
+def plan_decode(*, head_dim: int, group: int, page_size: int, max_keys: int) -> DecodePlan | None:
     """Tiles for one token a row, the `group` query heads of a kv head on wgmma's N; None where shared memory is too small.
 
     Args:
         max_keys: What a page table row can name.
     """
-    swizzle = swizzle_of(head_dim)
-    assert swizzle is not None, head_dim
-    num_queries = -(-group // 8) * 8
+    padded_head_dim, num_queries = -(-head_dim // WARPGROUP_ROWS) * WARPGROUP_ROWS, -(-group // 8) * 8
     for kv_tile in (128, 64) if head_dim <= 64 and max_keys > 64 else (64,):
-        plan = TilePlan(
-            kv_tile=kv_tile, box=math.gcd(page_size, kv_tile), num_stages=2, head_dim=head_dim,
-            padded_head_dim=-(-head_dim // 64) * 64, swizzle=swizzle, num_queries=num_queries, is_quantized=is_quantized,
-        )  # fmt: skip
-        fixed = num_queries * (2 * head_dim + 2 * kv_tile + 4 * plan.padded_head_dim)
-        if (stages := _stages(plan, fixed)) is not None:
-            return _with_stages(plan, stages)
+        fixed = num_queries * (2 * head_dim + 2 * kv_tile + 4 * padded_head_dim + 8)
+        stage = 2 * kv_tile * (head_dim + padded_head_dim)
+        if fixed + 2 * stage <= SHARED_MEMORY_BYTES:
+            return DecodePlan(
+                kv_tile=kv_tile, box=math.gcd(page_size, kv_tile), num_stages=max(2, min(4, (HALF_A_CORE_BYTES - fixed) // stage)),
+                head_dim=head_dim, padded_head_dim=padded_head_dim, swizzle=swizzle_of(head_dim), num_queries=num_queries,
+            )  # fmt: skip
     return None
 
 
-def _stages(plan: TilePlan, fixed_bytes: int) -> int | None:
-    """As many stages (up to four) as leave room for a second block on the core, else two if they fit at all."""
-    if fixed_bytes + 2 * plan.stage_bytes > SHARED_MEMORY_BYTES:
+def plan_prefill(*, head_dim: int, group: int, page_size: int, max_keys: int, out_bytes: int) -> PrefillPlan | None:
+    """Tiles for chunks of rows, the `group` query heads of a kv head beside their tokens on wgmma's M; None where it has no room.
+
+    Args:
+        max_keys: What a page table row can name.
+        out_bytes: Of one number of the output.
+    """
+    chunk = head_dim if head_dim <= 128 or head_dim % 64 else 64
+    # A copy to device memory starts at a multiple of 128 bytes.
+    padded_group = next((g for g in (1, 2, 4, 8, 16, 32, 64) if g >= group and g * chunk * out_bytes % 128 == 0), None)
+    if padded_group is None:
         return None
-    return max(2, min(4, (HALF_A_CORE_BYTES - fixed_bytes) // plan.stage_bytes))
-
-
-def _with_stages(plan: TilePlan, num_stages: int) -> TilePlan:
-    from dataclasses import replace
-
-    return replace(plan, num_stages=num_stages)
+    fixed = 2 * WARPGROUP_ROWS * (2 * head_dim + out_bytes * chunk + 4)
+    for kv_tile in (128, 64) if head_dim <= 128 and max_keys > 64 else (64,):
+        if (num_stages := min(4, (SHARED_MEMORY_BYTES - fixed) // (4 * kv_tile * head_dim))) >= 2:
+            return PrefillPlan(
+                kv_tile=kv_tile, box=math.gcd(page_size, kv_tile), num_stages=num_stages, head_dim=head_dim,
+                padded_head_dim=head_dim, swizzle=swizzle_of(head_dim), group=padded_group, chunk=chunk,
+            )  # fmt: skip
+    return None
 
 
 def num_splits(*, num_rows: int, num_kv_heads: int, max_keys: int, kv_tile: int) -> int:

@@ -151,15 +151,16 @@ def release(used: Ref, i: jax.Array, plan: TilePlan, steps: Walk) -> None:
         plgpu.barrier_arrive(used.at[jax.lax.rem(i, plan.num_stages)])
 
 
+def is_cut(start: jax.Array, kv_tile: int, steps: Walk) -> jax.Array:
+    """Whether a tile holds places outside the walk: the first and the last of a walk may."""
+    return (start < steps.first) | (start + kv_tile > steps.end)
+
+
 def mask_values(values: Ref, start: jax.Array, steps: Walk) -> None:
     """Puts 0 over the values of a tile that lie outside the walk: their weights are 0, but 0 x NaN is NaN.
 
-    Touches the first and the last tile of a walk only. Call `commit_smem` before the multiplication.
+    For tiles that are cut. Call `commit_smem` before the multiplication.
     """
-    shape = values.shape
-
-    @pl.when((start < steps.first) | (start + shape[0] > steps.end))
-    def _mask() -> None:
-        position = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where((position >= steps.first) & (position < steps.end), loaded, jnp.zeros_like(loaded))
+    position = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+    values[...] = jnp.where((position >= steps.first) & (position < steps.end), loaded, jnp.zeros_like(loaded))
