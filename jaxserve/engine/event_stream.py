@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 2**20
 """What may wait for a reader; a call that has more is ended."""
 MAX_WIDE_PENDING_BYTES = 64 * 2**20
-"""The same for calls that ask for more than FEW_LOGPROBS: one of their tokens may have a megabyte."""
-FEW_LOGPROBS = 20
+"""The same for calls that ask for more than link_codec.FEW_LOGPROBS: one of their tokens may have a megabyte."""
 TOKEN_BYTES = 8
 """Memory of a token that waits: four bytes, in an array that doubles as it grows."""
 MEMORY_PER_WIRE_BYTE = 2
@@ -32,7 +31,7 @@ MEMORY_PER_WIRE_BYTE = 2
 
 
 type ArrivedEvent = TokenEvent | link_pb2.Event
-"""As `link_codec.decode_tokens` gives them (one token and nothing else), or as they came."""
+"""As `link_codec.decode_tokens` gives them, one token each, or as they came."""
 
 
 class EventOwner(Protocol):
@@ -59,6 +58,8 @@ class _Pending:
         """Appends tokens and takes over the finish; returns the memory that this adds, in bytes."""
         own = self._own_message()
         num_bytes = TOKEN_BYTES * len(event.token_ids)
+        if isinstance(event, TokenEvent) and event.logprobs is not None:
+            event = link_codec.encode_event(event)
         if isinstance(event, TokenEvent):
             own.token_ids.extend(event.token_ids)
         else:
@@ -98,7 +99,7 @@ class EventStream:
         self._unfinished = {request.request_id: set(range(request.params.n)) for request in requests}
         self._num_prompt_tokens = {request.request_id: len(request.prompt_token_ids) for request in requests}
         self._num_cached_tokens: dict[str, int] = {}
-        is_wide = any(not 0 <= (request.params.logprobs or 0) <= FEW_LOGPROBS for request in requests)
+        is_wide = any(not 0 <= (request.params.logprobs or 0) <= link_codec.FEW_LOGPROBS for request in requests)
         self._max_pending_bytes = MAX_WIDE_PENDING_BYTES if is_wide else MAX_PENDING_BYTES
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._num_pending_bytes = 0

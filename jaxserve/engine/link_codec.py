@@ -7,8 +7,9 @@ pooled vector, stay in the front end. Knows no sockets and no threads. Next: `li
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 from jaxserve.core.events import Logprobs, TokenEvent
@@ -20,6 +21,8 @@ from jaxserve.engine import link_pb2
 from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineUnavailable, InvalidRequest, JaxserveError, Overloaded, RequestFailed
 
+FEW_LOGPROBS = 20
+"""Tokens with more of them, up to the whole vocabulary, travel one by one, so that a message that grows too large can be split."""
 _OPTIONAL_PARAMS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _PLAIN_PARAMS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -88,12 +91,18 @@ def decode_stats(message: link_pb2.EngineStats) -> EngineStats:
 
 
 def fill_tokens(message: link_pb2.Tokens, events: Iterable[TokenEvent]) -> list[TokenEvent]:
-    """Puts events that give one token and nothing else into an empty message; returns the others, for `fill_event`."""
+    """Puts events that give one token, perhaps with log-probabilities, into an empty message; returns the others, for `fill_event`."""
     plain: list[TokenEvent] = []
+    judged: list[tuple[int, Logprobs]] = []
     others: list[TokenEvent] = []
     for event in events:
-        if event.finish_reason is None and event.logprobs is None and event.queue_s is None and event.prompt_logprobs is None:
-            (plain if len(event.token_ids) == 1 else others).append(event)
+        if event.finish_reason is not None or event.queue_s is not None or event.prompt_logprobs is not None or len(event.token_ids) != 1:
+            others.append(event)
+        elif event.logprobs is None:
+            plain.append(event)
+        elif len(event.logprobs[0].top_ids) <= FEW_LOGPROBS:
+            judged.append((len(plain), event.logprobs[0]))
+            plain.append(event)
         else:
             others.append(event)
     message.request_ids.extend([event.request_id for event in plain])
@@ -101,14 +110,34 @@ def fill_tokens(message: link_pb2.Tokens, events: Iterable[TokenEvent]) -> list[
     message.token_ids.extend([event.token_ids[0] for event in plain])
     message.num_prompt_tokens.extend([event.num_prompt_tokens for event in plain])
     message.num_cached_tokens.extend([event.num_cached_tokens for event in plain])
+    if judged:
+        _fill_token_logprobs(message.logprobs, judged)
     return others
 
 
-def decode_tokens(message: link_pb2.Tokens) -> Iterator[TokenEvent]:
+def _fill_token_logprobs(message: link_pb2.TokenLogprobs, judged: list[tuple[int, Logprobs]]) -> None:
+    message.places.extend([place for place, _ in judged])
+    message.logprobs.extend([entry.logprob for _, entry in judged])
+    message.ranks.extend([entry.rank for _, entry in judged])
+    message.num_top.extend([len(entry.top_ids) for _, entry in judged])
+    message.top_ids.extend(chain.from_iterable([entry.top_ids for _, entry in judged]))
+    message.top_logprobs.extend(chain.from_iterable([entry.top_logprobs for _, entry in judged]))
+
+
+def decode_tokens(message: link_pb2.Tokens) -> list[TokenEvent]:
     """The events that `fill_tokens` put into the message."""
     columns = (message.request_ids, message.indices, message.token_ids, message.num_prompt_tokens, message.num_cached_tokens)
-    for request_id, index, token_id, num_prompt_tokens, num_cached_tokens in zip(*columns, strict=True):
-        yield TokenEvent(request_id, index, [token_id], num_prompt_tokens, num_cached_tokens)
+    events = [
+        TokenEvent(request_id, index, [token_id], num_prompt_tokens, num_cached_tokens)
+        for request_id, index, token_id, num_prompt_tokens, num_cached_tokens in zip(*columns, strict=True)
+    ]
+    known = message.logprobs
+    top_ids, top_logprobs, first = list(known.top_ids), list(known.top_logprobs), 0
+    for place, logprob, rank, num_top in zip(known.places, known.logprobs, known.ranks, known.num_top, strict=True):
+        end = first + num_top
+        events[place].logprobs = [Logprobs(events[place].token_ids[0], logprob, rank, top_ids[first:end], top_logprobs[first:end])]
+        first = end
+    return events
 
 
 def encode_event(event: TokenEvent) -> link_pb2.Event:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.event_stream import FEW_LOGPROBS
 from jaxserve.engine.info import EngineInfo
+from jaxserve.engine.link_codec import FEW_LOGPROBS
 from jaxserve.errors import InvalidRequest
 
 MAX_SEQUENCES_PER_CALL = 1024

@@ -68,7 +68,9 @@ def test_events_that_wait_come_as_one_for_each_sequence(owner):
 
 
 def test_tokens_that_came_by_columns_wait_with_whole_events(owner):
-    stream = EventStream(owner, [request(n=3)])
+    stream = EventStream(owner, [request(n=4)])
+    stream.put(TokenEvent("r", 3, [5], 3, 2, logprobs=wide(5, 2)))
+    stream.put(TokenEvent("r", 3, [6], 3, 2, logprobs=wide(6, 1)))
     stream.put(TokenEvent("r", 0, [7], 3, 2))
     stream.put(event([8], index=1, queue_s=0.5, prefill_s=1.0))
     for token_id in (9, 10):
@@ -78,6 +80,7 @@ def test_tokens_that_came_by_columns_wait_with_whole_events(owner):
     stream.put(TokenEvent("r", 2, [12], 3, 2))
     stream.end()
     assert read(stream) == [
+        TokenEvent("r", 3, [5, 6], 3, 2, logprobs=wide(5, 2) + wide(6, 1), finish_reason=FinishReason.ABORT),
         TokenEvent("r", 0, [7, 9, 10, 11], 3, 2, finish_reason=FinishReason.STOP),
         TokenEvent("r", 1, [8, 9, 10], 3, 2, queue_s=0.5, prefill_s=1.0, finish_reason=FinishReason.ABORT),
         TokenEvent("r", 2, [12], 3, 2, finish_reason=FinishReason.ABORT),

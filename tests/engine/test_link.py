@@ -127,7 +127,7 @@ COUNTS = [spec.name for spec in fields(EngineStats) if spec.name.startswith("num
 
 def test_a_large_output_is_several_messages(monkeypatch):
     monkeypatch.setattr(link_server, "SPLIT_BYTES", 100)
-    wide = [Logprobs(1, -1.0, 1, list(range(20)), [-1.0] * 20)]
+    wide = [Logprobs(1, -1.0, 1, list(range(21)), [-1.0] * 21)]
     counts = {"num_prompt_tokens": 1, "num_cached_tokens": 0}
     events = [TokenEvent(request_id=f"{i}", index=0, token_ids=[i], logprobs=wide if i % 2 else None, **counts) for i in range(6)]
     output = Output(events=events, rejections=[("a", InvalidRequest("no"))], failure="gone")
@@ -140,11 +140,18 @@ def test_a_large_output_is_several_messages(monkeypatch):
 
 
 def test_tokens_travel_in_columns_and_whatever_has_more_to_tell_as_it_is():
-    plain = [TokenEvent("a", 2, [7], 3, 1), TokenEvent("b", 2, [0], 3, 1), TokenEvent("c", 0, [9], 5, 0)]
+    few = list(range(20))
+    plain = [
+        TokenEvent("a", 2, [7], 3, 1),
+        TokenEvent("b", 2, [0], 3, 1, logprobs=[Logprobs(0, -0.5, 3, [4, 5], [-0.25, -0.375])]),
+        TokenEvent("c", 0, [9], 5, 0),
+        TokenEvent("b", 1, [8], 3, 1, logprobs=[Logprobs(8, -0.5, 1, [], [])]),
+        TokenEvent("b", 0, [6], 3, 1, logprobs=[Logprobs(6, -math.inf, 30, few, [-1.0] * 20)]),
+    ]
     others = [
         TokenEvent("d", 2, [1, 2], 3, 1),
         TokenEvent("e", 2, [], 3, 1),
-        TokenEvent("f", 2, [7], 3, 1, logprobs=[Logprobs(7, -0.5, 1, [7], [-0.5])]),
+        TokenEvent("f", 2, [7], 3, 1, logprobs=[Logprobs(7, -0.5, 1, [*few, 20], [-0.5] * 21)]),
         TokenEvent("g", 2, [7], 3, 1, prompt_logprobs=[None]),
         TokenEvent("h", 2, [7], 3, 1, queue_s=0.0, prefill_s=1.0),
         TokenEvent("i", 2, [7], 3, 1, finish_reason=FinishReason.LENGTH),
