@@ -156,6 +156,20 @@ def make_scales(spec: AttentionSpec, args: AttentionArgs, seed: int = 0) -> np.n
     return np.where(is_owned[:, None, None, :], scales, np.float32(np.nan))
 
 
+def exact_pages(spec: AttentionSpec, args: AttentionArgs) -> np.ndarray:
+    """The numbers that the pages of `make_args` stand for, in float64."""
+    scales = make_scales(spec, args)
+    if scales is None:
+        return args.pages.astype(np.float64)
+    numbers = args.pages if spec.page_dtype == "int8" else args.pages.view(ml_dtypes.float8_e4m3fn)
+    return numbers.astype(np.float64) * scales[..., None]
+
+
+def largest_value(spec: AttentionSpec, args: AttentionArgs) -> float:
+    """max|V|, which errors are measured by."""
+    return float(np.nanmax(np.abs(exact_pages(spec, args)[:, -1])))
+
+
 def make_sinks(spec: AttentionSpec) -> np.ndarray | None:
     """One sink logit for each head, near the size of the scores; None when the shape has none."""
     return np.linspace(-1.0, 2.0, spec.num_heads, dtype=np.float32) if spec.has_sinks else None
