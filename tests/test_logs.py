@@ -85,6 +85,15 @@ def test_a_line_names_its_request(stderr, log_format):
     assert "cmpl-7" not in other
 
 
+def test_a_line_names_its_process_where_there_are_several_of_a_kind(stderr):
+    set_up_logging("json", "engine 1")
+    logging.getLogger("jaxserve.engine").info("ready")
+    assert json.loads(stderr())["part"] == "engine 1"
+    set_up_logging("text", "engine 1")
+    logging.getLogger("jaxserve.engine").info("ready")
+    assert stderr().endswith("INFO engine 1, jaxserve.engine: ready\n")
+
+
 def test_exceptions_and_warnings_are_records(stderr):
     set_up_logging("json")
     try:
