@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention import mosaic_gpu_plan as planning
 
 if TYPE_CHECKING:
@@ -15,6 +18,18 @@ if TYPE_CHECKING:
 
 CAPABILITY = (9, 0)
 """The one that has wgmma."""
+_TILES = {"kv_tile": (64, 128), "num_stages": (2, 3, 4)}
+TUNABLES = {"decode": {**_TILES, "num_splits": (1, 2, 4, 8, 16)}, "prefill": _TILES}
+"""What `tuning` may try of `Sizes`, by launch; what does not fit shared memory does not compile, and is passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What may be tuned of a launch: see `mosaic_gpu_plan.TilePlan`, and `num_splits` there; 1 in prefill."""
+
+    kv_tile: int
+    num_stages: int
+    num_splits: int = 1
 
 
 def lacks(needs: Needs, capability: tuple[int, int]) -> str | None:
@@ -71,6 +86,7 @@ def paged_attention(
     )  # fmt: skip
     plan = planning.plan_prefill(head_dim=head_dim, group=group, page_size=page_size, max_keys=max_keys, out_bytes=q.dtype.itemsize)
     assert plan is not None, (head_dim, group)
+    plan, _ = _tuned(plan, "prefill", {"keys": max_keys}, page_size=page_size, group=group)
     tiles = mosaic_gpu_prefill.query_tiles(row_start, position, num_single, plan.group)
     out = mosaic_gpu_prefill.prefill(grouped, pages, page_tables, tiles, grouped_sinks, plan=plan, rules=rules)
     of_single = jnp.pad(of_single, ((0, max(0, num_tokens - num_rows)), (0, 0), (0, 0), (0, 0)))[:num_tokens]
@@ -93,6 +109,18 @@ def _decode(
     padding = ((0, 0), (0, plan.num_queries - group))
     packed = jnp.pad(q.astype(pages.dtype), ((0, 0), *padding, (0, 0)))
     num_splits = planning.num_splits(num_rows=num_rows, num_kv_heads=num_kv_heads, max_keys=max_keys, kv_tile=plan.kv_tile)
+    plan, num_splits = _tuned(plan, "decode", {"rows": num_rows, "keys": max_keys}, num_splits, page_size=page_size, group=group)
     partials = mosaic_gpu_decode.decode(packed, pages, page_tables, kv_length, plan=plan, rules=rules, num_splits=num_splits)
     out = mosaic_gpu_decode.merge(partials, None if sinks is None else jnp.pad(sinks, padding))
     return out[:, :, :group].astype(q.dtype)
+
+
+def _tuned[P: planning.TilePlan](
+    plan: P, kind: str, rounded: dict[str, int], num_splits: int = 1, *, page_size: int, group: int
+) -> tuple[P, int]:
+    """The plan of a launch and its splits, as measured where they were."""
+    shape_class = tuning.shape_class(kind, rounded=rounded, group=group, head_dim=plan.head_dim, page_size=page_size)
+    computed = Sizes(kv_tile=plan.kv_tile, num_stages=plan.num_stages, num_splits=num_splits)
+    sizes = tuning.tuned("paged_attention", "mosaic_gpu", shape_class, computed)
+    box = math.gcd(page_size, sizes.kv_tile)
+    return replace(plan, kv_tile=sizes.kv_tile, box=box, num_stages=sizes.num_stages), sizes.num_splits
