@@ -19,12 +19,15 @@ from pallas_kernels.paged_attention.arg_specs import (
     TEST_SPECS,
     AttentionArgs,
     AttentionSpec,
+    dense_batch,
     exact_pages,
     largest_value,
     make_args,
     make_scales,
     make_sinks,
+    ragged_batch,
 )
+from pallas_kernels.paged_attention.bench_paged_attention import gathered_attention
 
 FAST = [name for name, reason in dispatch.available().items() if reason is None and name != "reference"]
 SCALE = 0.125
@@ -235,3 +238,16 @@ def test_step_copies_no_pages(implementation: str, dtype: str) -> None:
 def test_unknown_implementation_names_the_choices() -> None:
     with pytest.raises(ValueError, match="choose one of cpu_native, mosaic_gpu, triton, xla, reference"):
         run(DECODE, make_args(DECODE), "magic")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_the_bench_compares_with_a_right_gather_and_a_batch_of_the_same_keys(num_tokens: int) -> None:
+    ragged = ragged_batch(num_tokens, num_rows=3, max_length=32)
+    assert sorted(length for _, length in ragged.rows) == [max(1, num_tokens), 16, 32]
+    assert sum(length for _, length in dense_batch(ragged).rows) == sum(length for _, length in ragged.rows) // 3 * 3
+    args = make_args(replace(ragged, page_dtype="float32"))
+    # The gather form reads whole pages of every entry of the tables, so here there is something everywhere.
+    args = args._replace(pages=np.nan_to_num(args.pages, nan=1.0), page_tables=np.clip(args.page_tables, 0, len(args.pages) - 1))
+    options = {"is_decode": ragged.is_decode, "scale": SCALE, "implementation": "reference"}
+    gathered = jax.jit(functools.partial(gathered_attention, **options))(*args)
+    np.testing.assert_allclose(gathered, jax.jit(functools.partial(paged_attention, **options))(*args), rtol=0, atol=1e-5)
