@@ -12,7 +12,6 @@ MIN_DIM = 16
 """A side of a tile that tensor cores multiply, at least."""
 TILE_BYTES = 36 * 1024
 """Of a tile of queries, or of keys and values together: 128 x 128 or 32 x 576 elements of 16 bits."""
-SHARED_BYTES = 96 * 1024
 PROGRAMS_WANTED = 512
 """Programs that keep a large card busy: about four for each of the 132 cores of an H200."""
 MAX_SPLITS = 32
@@ -80,7 +79,7 @@ def single_token_sizes(
     return Sizes(
         block_m=block_m, heads=min(group, block_m), tile=tile, num_splits=num_splits, min_tiles=min_tiles,
         num_warps=8 if block_m * dims > 16 * 576 else 4,
-        num_stages=_stages(3, block_m * dims * dot_bytes, tile * dims * num_parts * dot_bytes),
+        num_stages=3 if dims <= 256 else 2,
     )  # fmt: skip
 
 
@@ -94,13 +93,8 @@ def many_token_sizes(*, group: int, num_parts: int, head_dim: int, page_bytes: i
     return Sizes(
         block_m=block_m, heads=min(group, block_m), tile=tile,
         num_warps=8 if block_m * dims > 64 * 128 else 4,
-        num_stages=_stages(2, block_m * dims * dot_bytes, tile * dims * num_parts * dot_bytes),
+        num_stages=2,
     )  # fmt: skip
-
-
-def _stages(wanted: int, q_bytes: int, kv_bytes: int) -> int:
-    """As many as wanted, or as fit: tiles of keys and values are in shared memory once for each stage, beside the queries."""
-    return max(1, min(wanted, (SHARED_BYTES - q_bytes) // kv_bytes))
 
 
 def _power_within(n: int, low: int, high: int) -> int:
