@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 import sys
 from dataclasses import asdict, replace
 
@@ -19,6 +21,7 @@ def main() -> int:
     """Runs until told to stop (0) or until the engine cannot go on (1); 2 when it cannot be built."""
     orders = read_orders()
     reports = Reports(orders["report_fd"])
+    faulthandler.register(signal.SIGUSR1)  # the supervisor's question before it ends a process that hangs
     # Seconds of imports, which must find this process tied to its parent already.
     from jax import profiler
 
@@ -43,6 +46,7 @@ def main() -> int:
                 lambda: reports.ready(asdict(info)),
                 stall_timeout_s=server["stall_timeout"],
                 profiler=Profiler(profiler),
+                beat=reports.beat,
             )
     finally:
         engine.close()

@@ -12,9 +12,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
@@ -24,7 +24,7 @@ from jaxserve.engine.loop import EngineLoop, LoopClient, Output, StepEngine
 from jaxserve.engine.profiler import Profiler
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.stats_log import log_stats
-from jaxserve.engine.watchdog import outlive_native_hangs, wait_for_stall
+from jaxserve.engine.watchdog import wait_for_stall
 from jaxserve.errors import EngineUnavailable, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -194,17 +194,26 @@ def run_engine_process(
     *,
     stall_timeout_s: float = 60.0,
     profiler: Profiler | None = None,
+    beat: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> int:
     """Serves the engine until SIGTERM or SIGINT, then returns 0. Refuses requests beyond `info.max_waiting`.
+
+    `beat` runs meanwhile and tells the supervisor that this process lives (`child_process.Reports.beat`).
 
     Where the engine cannot go on, or a step takes longer than `stall_timeout_s`, the process ends with status 1 as soon as the front
     ends know why.
     """
-    return asyncio.run(_serve(engine, info, address, on_ready, stall_timeout_s, profiler or Profiler()))
+    return asyncio.run(_serve(engine, info, address, on_ready, stall_timeout_s, profiler or Profiler(), beat))
 
 
 async def _serve(
-    engine: StepEngine, info: EngineInfo, address: str, on_ready: Callable[[], None], stall_timeout_s: float, profiler: Profiler
+    engine: StepEngine,
+    info: EngineInfo,
+    address: str,
+    on_ready: Callable[[], None],
+    stall_timeout_s: float,
+    profiler: Profiler,
+    beat: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> int:
     aio_loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = aio_loop.create_future()
@@ -230,7 +239,7 @@ async def _serve(
     server = await _open_door(service, address)
     logger.info("engine ready at %s (process %d)", address, os.getpid())
     on_ready()
-    tasks = [asyncio.create_task(task) for task in (end_if_stalled(), outlive_native_hangs(stall_timeout_s), log_stats(loop.stats))]
+    tasks = [asyncio.create_task(task) for task in (end_if_stalled(), log_stats(loop.stats), *([beat()] if beat else []))]
     status = await ended
     for task in tasks:
         task.cancel()

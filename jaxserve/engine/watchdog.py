@@ -1,13 +1,13 @@
 """Notices an engine that hangs: its thread has work and ends no turn. Nothing can be done for a hung step but to start again.
 
-Runs in the asyncio loop beside the engine's thread. Should a native call hold the interpreter itself, no Python runs any more; a timer
-of `faulthandler`, in C, then ends the process. Next: `engine.loop`, whose figures it watches.
+Runs in the asyncio loop beside the engine's thread. Should a native call hold the interpreter itself, no Python runs any more; the
+supervisor, which then hears no beat of this process (`engine.child_process`), ends it. Time in which this process was stopped, or the whole
+machine, counts for neither. Next: `engine.loop`, whose figures it watches.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import sys
 import threading
@@ -19,27 +19,19 @@ from jaxserve.engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-MARGIN_S = 3.0
-"""What the native timer waits longer, so that an engine that can still tell why it ends does so."""
 
 
 async def wait_for_stall(take_stats: Callable[[], EngineStats], timeout_s: float, period_s: float = PERIOD_S) -> str:
     """Returns why the engine counts as hung, once no turn has ended for `timeout_s` in spite of work; logs what all threads are doing."""
-    while (stats := take_stats()).seconds_since_progress <= timeout_s:
+    since_s, num_looks = 0.0, 0
+    # Looks are counted beside seconds: a process that was stopped finds a long time gone by, in which its engine could do nothing.
+    while since_s <= timeout_s or num_looks * period_s < timeout_s:
         await asyncio.sleep(period_s)
-    reason = f"the engine hangs: no step has ended for {stats.seconds_since_progress:.0f} s (--stall-timeout {timeout_s:g})"
+        before_s, since_s = since_s, take_stats().seconds_since_progress
+        num_looks = num_looks + 1 if since_s > before_s else 0
+    reason = f"the engine hangs: no step has ended for {since_s:.0f} s (--stall-timeout {timeout_s:g})"
     logger.critical("%s\n%s", reason, stacks())
     return reason
-
-
-async def outlive_native_hangs(timeout_s: float, period_s: float = PERIOD_S) -> None:
-    """Until cancelled, keeps a timer from running out that writes all stacks to stderr and ends the process with status 1."""
-    try:
-        while True:
-            faulthandler.dump_traceback_later(timeout_s + MARGIN_S, exit=True)
-            await asyncio.sleep(period_s)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def stacks() -> str:

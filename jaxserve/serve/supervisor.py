@@ -37,6 +37,8 @@ STOP_TIMEOUT_S = 15.0
 """A child that has not ended this long after it should have is killed."""
 HURRY_S = 2.0
 """A child that has not ended this long after the second signal is killed."""
+ENGINE_MARGIN_S = 3.0
+"""What an engine may be silent beyond `stall_timeout`: one that can still tell why it ends does so."""
 CORES_FOR_TWO_FRONT_ENDS = 4
 QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
 """gRPC's own lines, of handshakes that failed for example, are not in the form that was asked for."""
@@ -99,7 +101,7 @@ def _engines(
             "max_host_bytes": share.max_host_bytes,
             "server": {"max_waiting": server.max_waiting, "stall_timeout": server.stall_timeout},
         }
-        parts.append(Part(name, command, orders, {**QUIET, **share.environment}))
+        parts.append(Part(name, command, orders, {**QUIET, **share.environment}, server.stall_timeout + ENGINE_MARGIN_S))
     return parts
 
 

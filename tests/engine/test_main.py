@@ -35,6 +35,9 @@ class Reports:
     def ready(self, facts: dict[str, Any]) -> None:
         self.facts = facts
 
+    async def beat(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize(("max_waiting", "expected"), [(None, 4 * 8), (5, 5)])
 def test_limits_come_from_the_orders_or_the_engine(
@@ -67,4 +70,5 @@ def test_limits_come_from_the_orders_or_the_engine(
     assert main_module.main() == 0
     assert served["info"].max_waiting == expected
     assert (served["address"], served["stall_timeout_s"], served["is_closed"]) == ("unix:/x", 7.0, True)
+    assert served["beat"] == reports.beat
     assert reports.facts == asdict(engine_info) | {"max_waiting": expected}

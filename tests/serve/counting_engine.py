@@ -34,4 +34,12 @@ info = EngineInfo(
 )  # fmt: skip
 engine = Engine(Scheduler(limits), runner, info)
 stall_timeout_s = orders["server"]["stall_timeout"]
-sys.exit(run_engine_process(engine, info, orders["engine_address"], lambda: reports.ready(asdict(info)), stall_timeout_s=stall_timeout_s))
+status = run_engine_process(
+    engine,
+    info,
+    orders["engine_address"],
+    lambda: reports.ready(asdict(info)),
+    stall_timeout_s=stall_timeout_s,
+    beat=reports.beat,
+)
+sys.exit(status)
