@@ -199,6 +199,32 @@ def test_figures_flushing_and_profiles(link):
     asyncio.run(link.run(scenario))
 
 
+def test_the_load_is_what_others_have_by_the_heartbeat_and_what_is_open_here(link, monkeypatch):
+    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.02)
+
+    async def scenario(client: EngineClient) -> None:
+        await link.start_engine()
+        await asyncio.wait_for(client.wait_until_connected(), 10)
+        other = EngineClient(link.address)
+        other.start()
+        await asyncio.wait_for(other.wait_until_connected(), 10)
+        stream, others = client.generate(request("a", n=2, max_tokens=None)), other.generate(request("b", n=3, max_tokens=None))
+        await until(lambda: client.last_stats.num_running == 5)
+        assert (client.load.num_running, client.load.num_seats) == (5, link.info.max_num_seqs)
+        monkeypatch.setattr(link_client, "HEARTBEAT_TIMEOUT_S", 60)
+        monkeypatch.setattr(link_server, "HEARTBEAT_S", 60)
+        await asyncio.sleep(0.1)
+        more = client.generate(request("c", max_tokens=None))
+        assert client.load.num_running == 6
+        stream.close()
+        assert client.load.num_running == 4
+        more.close()
+        others.close()
+        await other.close()
+
+    asyncio.run(link.run(scenario))
+
+
 def test_an_abort_by_label_reaches_every_front_end(link):
     async def scenario(client: EngineClient) -> None:
         await link.start_engine()
