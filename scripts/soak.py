@@ -5,15 +5,20 @@
 
 `jaxserve serve` runs as it would for users, in processes of its own. Rounds: all clients at once, HTTP (the `openai` package) and gRPC by
 turns, a fifth of them disconnecting at a random moment; every other answer must equal the request run alone (near-ties aside), and
-after each round no page may be in use. Load: clients that send one request after the other. Printed: each round, each minute, and as the
-last line one JSON document. Ends with 1 when an answer differs, a page is lost, something was compiled, memory grew by more than 5 % or the
-throughput of the last five minutes is not within 5 % of the first five's. Needs the `dev` extra.
+after each round no page may be in use. Load: clients that send one request after the other, each the same requests over and over in an
+order of its own, so that any five minutes hold the same work; the first minute does not count.
+
+Printed: each round, each minute, and as the last line one JSON document. Ends with 1 when an answer differs, a page is lost, something was
+compiled, memory grew by more than 5 % or the throughput of the last five minutes is not within 5 % of the first five's. Tokens for each
+second of processor time tell why: where they stay the same while throughput falls, something else took the processor.
+Needs the `dev` extra.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -40,6 +45,8 @@ NUM_CASES = 50
 SHARE_LEAVING = 0.2
 MAX_CHANGE = 0.05
 START_TIMEOUT_S = 300.0
+SHARE_LEAVING_LOAD = 0.04
+WARM_UP_S = 60.0
 WINDOW = 5
 """Minutes that are compared at both ends."""
 
@@ -59,6 +66,11 @@ class Server:
             role = next((part.rpartition(".")[2] for part in child.cmdline() if part in ("jaxserve.engine", "jaxserve.serve")), "other")
             sizes[role] = sizes.get(role, 0) + child.memory_info().rss
         return sizes
+
+    def cpu_s(self) -> float:
+        """Processor time of all processes so far."""
+        root = psutil.Process(self.process.pid)
+        return sum(process.cpu_times().user + process.cpu_times().system for process in [root, *root.children(recursive=True)])
 
     def figure(self, name: str) -> float:
         """A metric summed over its labels."""
@@ -186,20 +198,22 @@ async def run_load(server: Server, doors: Doors, cases: list[Case], args: argpar
     stop = asyncio.Event()
 
     async def client(number: int) -> None:
-        rng = random.Random(number)
-        while not stop.is_set():
-            await _client(doors, rng.choice(cases), number % 2, rng.random() < SHARE_LEAVING / 4, rng.uniform(0.0, 10.0))
+        for case, leaves, after_s in itertools.cycle(_deck(cases, number)):
+            if stop.is_set():
+                return
+            await _client(doors, case, number % 2, leaves, after_s)
 
     clients = [asyncio.create_task(client(number)) for number in range(args.load_clients)]
-    await asyncio.sleep(20)  # until the batch is full
-    rates, sizes = [], []
-    before, at = server.figure("generation_tokens_total"), time.perf_counter()
+    await asyncio.sleep(WARM_UP_S)
+    rates, cpu_rates, sizes = [], [], []
+    before, cpu_before, at = server.figure("generation_tokens_total"), server.cpu_s(), time.perf_counter()
     for minute in range(1, args.minutes + 1):
         await asyncio.sleep(max(0.0, 60 - (time.perf_counter() - at)))
-        now, tokens = time.perf_counter(), server.figure("generation_tokens_total")
+        now, tokens, cpu_s = time.perf_counter(), server.figure("generation_tokens_total"), server.cpu_s()
         rates.append((tokens - before) / (now - at))
+        cpu_rates.append((tokens - before) / (cpu_s - cpu_before))
         sizes.append(sum(server.rss_bytes().values()))
-        before, at = tokens, now
+        before, cpu_before, at = tokens, cpu_s, now
         print(f"minute {minute:>2}: {rates[-1]:7.1f} tokens/s, {sizes[-1] / 2**20:8.1f} MiB", flush=True)
     stop.set()
     await asyncio.gather(*clients)
@@ -210,12 +224,21 @@ async def run_load(server: Server, doors: Doors, cases: list[Case], args: argpar
         "load_rss_mib": [round(size / 2**20, 1) for size in sizes],
     }
     found.figures["tokens_per_s"] = [round(rate, 1) for rate in rates]
+    found.figures["tokens_per_cpu_s"] = [round(rate, 1) for rate in cpu_rates]
     if args.minutes >= 2 * WINDOW:
         first, last = statistics.fmean(rates[:WINDOW]), statistics.fmean(rates[-WINDOW:])
         found.figures |= {"first_tokens_per_s": round(first, 1), "last_tokens_per_s": round(last, 1)}
         _check_growth("memory under load", statistics.fmean(sizes[:WINDOW]), statistics.fmean(sizes[-WINDOW:]), found)
         if abs(last - first) > MAX_CHANGE * first:
             found.faults.append(f"throughput went from {first:.1f} to {last:.1f} tokens/s")
+
+
+def _deck(cases: list[Case], number: int) -> list[tuple[Case, bool, float]]:
+    """Each case once, in an order that hangs on `number` alone; with whether the client leaves, and after how many seconds."""
+    rng = random.Random(number)
+    order = rng.sample(cases, len(cases))
+    leaving = rng.sample(range(len(cases)), round(SHARE_LEAVING_LOAD * len(cases)))
+    return [(case, i in leaving, rng.uniform(0.0, 10.0)) for i, case in enumerate(order)]
 
 
 def _check_growth(name: str, before: float, after: float, found: Findings) -> None:
