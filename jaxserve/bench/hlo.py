@@ -134,7 +134,7 @@ class Module:
         return [i for _, i in self.launched() if i.opcode.removesuffix("-start") in COLLECTIVES]
 
     def copies(self, min_bytes: int) -> list[tuple[Instruction, int]]:
-        """Launches that write a copy of one of the program's parameters, or of a large piece of one, to memory; and that parameter's number.
+        """Launches that write a copy of one of the program's parameters, or of a large piece of one, to memory; and its number.
 
         What a fusion only converts on its way into a product is not written and does not count.
         """
@@ -341,7 +341,7 @@ def _bytes_read(body: Computation, users: dict[str, list[Instruction]], name: st
     for user in users.get(name, []):
         if user.opcode in SLICES and user.operands[0] == name:
             pieces += user.num_bytes
-        elif user.opcode in ("bitcast", "copy") or (user.opcode == "convert" and users.get(user.name)):
+        elif user.opcode in ("bitcast", "copy", "convert") and users.get(user.name):
             inner = _bytes_read(body, users, user.name)
             if inner >= user.num_bytes:
                 return body[name].num_bytes

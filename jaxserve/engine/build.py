@@ -78,13 +78,16 @@ _GENERATION_FIELDS = {
 """What generation_config.json may say about sampling, and our names for it."""
 
 
-def build_engine(config: EngineConfig, stage: Stage | None = None, *, max_host_bytes: int | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, stage: Stage | None = None, *, max_host_bytes: int | None = None, checkpoint: Checkpoint | None = None
+) -> Engine:
     """An engine ready for its first request.
 
     Args:
         config: What was asked for.
         stage: Told of each stage of start-up.
         max_host_bytes: Memory of the machine that this process may take where the model runs on the CPU; None is all that is free.
+        checkpoint: In place of the one that `config.model` names.
 
     Raises:
         ConfigError: A setting does not fit this machine or this model.
@@ -100,7 +103,8 @@ def build_engine(config: EngineConfig, stage: Stage | None = None, *, max_host_b
         device_name = device_name if mesh is None else f"{mesh.size} x {device_name}"
         detail(device_name)
     with timer.stage("checkpoint") as detail:
-        checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
+        if checkpoint is None:
+            checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
         whole = resolve_spec(checkpoint.config)
         spec = shard_spec(whole, Shards(config.tensor_parallel_size, config.enable_expert_parallel))  # what each device computes
         detail(str(checkpoint.path))

@@ -1,4 +1,4 @@
-"""What the roofline says our kernels move against what Triton's interpreter counts; and that a decode step moves little more than it must."""
+"""What the roofline says our kernels move, against what the interpreter counts; and that a decode step moves little more than it must."""
 
 from __future__ import annotations
 
