@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,12 @@ from jaxserve.core.events import Logprobs, TokenEvent
 from jaxserve.core.plan import Plan
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
+from jaxserve.runner import sampling
 from jaxserve.runner.memory import group_limits
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
@@ -47,18 +49,60 @@ class FewBuckets(Buckets):
         return tuple(bucket for bucket in super().all() if bucket.is_decode or bucket.has_prompt_logprobs)
 
 
+class RealBuckets(Buckets):
+    """Three programs for a real model: decode, the whole budget of mixed tokens, and 64 with prompt log-probabilities."""
+
+    @classmethod
+    def build(cls, *, max_num_seqs: int, max_num_tokens: int, **enabled: Any) -> RealBuckets:
+        del enabled
+        return cls(max_num_seqs, decode_rows=(max_num_seqs,), mixed_tokens=(64, max_num_tokens), has_prompt_logprobs=True)
+
+    def choose(self, plan: Plan) -> Bucket:
+        bucket = super().choose(plan)
+        if bucket.is_decode or bucket.has_prompt_logprobs:
+            return bucket
+        return bucket._replace(tokens=self.max_num_tokens, logits_rows=bucket.rows)
+
+    def all(self) -> tuple[Bucket, ...]:
+        rows = self.max_num_seqs
+        mixed = Bucket(self.max_num_tokens, rows, rows, is_decode=False)
+        return Bucket(rows, rows, rows, is_decode=True), mixed, mixed._replace(tokens=64, has_prompt_logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def real_buckets() -> Iterator[None]:
+    """What `build_engine` builds in this module has few programs: a real model's take long to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "Buckets", RealBuckets)
+        yield
+
+
 class QuickRunner(ModelRunner):
-    """Compiles without XLA's costly optimizations: what is tested is what our code computes."""
+    """Compiles without XLA's costly optimizations and for greedy requests alone: what is tested is what the models compute.
+
+    Drawing at random is nearly half of a tiny model's program and the same in all of them (tests/runner/test_sampling.py).
+    """
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         lower = super().lower(bucket)
         return lambda: SimpleNamespace(compile=partial(lower().compile, {"xla_backend_optimization_level": 0}))
 
+    def compile(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "_choose", greedy_token)
+            return super().compile(*args, **kwargs)
+
+
+def greedy_token(logits: jax.Array, *_: object) -> jax.Array:
+    """`sampling._choose` without its draw."""
+    best = jnp.max(logits, axis=-1)
+    return jnp.where(jnp.isfinite(best), sampling.first_true(logits == best[:, None]), -1)
+
 
 class TinyModel:
     """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs.
 
-    A quick one has few programs, compiled quickly.
+    A quick one has few programs, compiled quickly, and is for greedy requests alone.
     """
 
     def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool) -> None:

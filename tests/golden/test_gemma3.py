@@ -8,9 +8,12 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.engine import Engine
 
 NEAR_TIE = 1e-3
-CASES = ["plain", "list", "code", "unicode", "whitespace", "long_800", "long_3000"]
+SHORT = ["plain", "list", "code", "unicode", "whitespace"]
+LONG = ["long_800", "long_3000"]
+WINDOW, MAX_CHUNK = 512, 256
 NUM_GREEDY = 48
 
 
@@ -20,9 +23,9 @@ def expected(golden_real_dir):
 
 
 @pytest.fixture(scope="module")
-def engine(gemma3_model):
+def engine(gemma3_model, real_buckets):
     config = EngineConfig(model=str(gemma3_model), device="cpu", dtype="float32", max_model_len=3200, max_num_seqs=2,
-                          max_num_batched_tokens=256, enable_prompt_logprobs=True)  # fmt: skip
+                          max_num_batched_tokens=MAX_CHUNK, enable_prompt_logprobs=True)  # fmt: skip
     engine = build_engine(config)
     yield engine
     engine.close()
@@ -40,16 +43,38 @@ def check(case, events):
         assert got == pytest.approx(case["prompt_logprobs"], abs=2e-3)
 
 
-def test_cases_together(engine, expected, run, greedy_request):
-    requests = [
-        greedy_request(
-            expected[name]["token_ids"], name, NUM_GREEDY, logprobs=10, prompt_logprobs=0 if expected[name]["prompt_logprobs"] else None
-        )
-        for name in CASES
-    ]
+def test_short_cases_together(engine, expected, run, greedy_request):
+    requests = [greedy_request(expected[name]["token_ids"], name, NUM_GREEDY, logprobs=10, prompt_logprobs=0) for name in SHORT]
     results = run(engine, requests)
-    for name in CASES:
+    for name in SHORT:
+        assert expected[name]["prompt_logprobs"] is not None
         check(expected[name], results[name, 0])
+
+
+def test_long_cases_together_hold_few_pages_of_windows(engine, expected, greedy_request):
+    assert set(expected) == {*SHORT, *LONG}
+    plain = Engine(engine.scheduler, engine.runner, engine.info, async_scheduling=False)
+    scheduler, page_size = plain.scheduler, plain.info.page_size
+    groups = scheduler.limits.groups
+    assert {group.window for group in groups} == {WINDOW, None}
+    results, most = {}, {name: [0] * len(groups) for name in LONG}
+    for name in LONG:
+        plain.add(greedy_request(expected[name]["token_ids"], name, NUM_GREEDY, logprobs=10))
+    while plain.has_work:
+        for event in plain.step():
+            results.setdefault(event.request_id, []).append(event)
+        for sequence in scheduler.roster.running:
+            held = [sum(page != 0 for page in table) for table in sequence.page_tables]
+            most[sequence.request.request_id] = list(map(max, most[sequence.request.request_id], held))
+    scheduler.check_integrity()
+    for name in LONG:
+        check(expected[name], results[name])
+        num_tokens = len(expected[name]["token_ids"]) + NUM_GREEDY - 1  # the last one's keys are never computed
+        for count, group in zip(most[name], groups, strict=True):
+            if group.window is None:
+                assert count == -(-num_tokens // page_size)
+            else:
+                assert count <= -(-(WINDOW + MAX_CHUNK) // page_size) + 1 < -(-num_tokens // page_size)
 
 
 def test_long_prompt_on_a_prefix_hit(engine, expected, run, greedy_request):
