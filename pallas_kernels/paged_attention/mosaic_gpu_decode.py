@@ -114,8 +114,12 @@ def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, pla
     @pl.when(warpgroup == _COMPUTE)
     def _attend() -> None:
         plgpu.set_max_registers(232, action="increase")
-        plgpu.copy_gmem_to_smem(q.at[row, head], shared.q, shared.q_here)
-        plgpu.barrier_wait(shared.q_here)
+
+        @pl.when(steps.count > 0)
+        def _fetch_queries() -> None:
+            plgpu.copy_gmem_to_smem(q.at[row, head], shared.q, shared.q_here)
+            plgpu.barrier_wait(shared.q_here)
+
         step = functools.partial(_one_tile, shared=shared, plan=plan, rules=rules, steps=steps)
         per_query = plgpu.Layout.WGMMA.reduce(0)
         num_queries = plan.num_queries

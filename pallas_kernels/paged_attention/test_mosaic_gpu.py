@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
 from pallas_kernels import deviceless
+from pallas_kernels.dispatch import Needs
 from pallas_kernels.mosaic_on_cpu import Report, interpreted
+from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.arg_specs import AttentionArgs, AttentionSpec, make_args, make_sinks
+from pallas_kernels.paged_attention.arg_specs import MIXED, AttentionArgs, AttentionSpec, make_args, make_sinks
 from pallas_kernels.paged_attention.strategies import attention_specs
 
 if (reason := deviceless.unavailable_reason()) is not None:
@@ -22,10 +26,11 @@ if (reason := deviceless.unavailable_reason()) is not None:
 PAGE_DTYPES = ("bfloat16", "float16")
 
 
-def attend(spec: AttentionSpec, implementation: str, *args: Any) -> jax.Array:
+def attend(spec: AttentionSpec, implementation: str, *args: Any) -> Any:
+    sinks: Any = make_sinks(spec)
     return paged_attention(
         *args, is_decode=spec.is_decode, scale=spec.head_dim**-0.5, window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap,
-        sinks=make_sinks(spec), implementation=implementation,
+        sinks=sinks, implementation=implementation,
     )  # fmt: skip
 
 
@@ -59,3 +64,96 @@ def test_mosaic_decode_of_drawn_shapes_equals_reference(spec: AttentionSpec) -> 
 @given(spec=drawn(is_decode=False))
 def test_mosaic_mixed_steps_of_drawn_shapes_equal_reference(spec: AttentionSpec) -> None:
     check(spec)
+
+
+# Of tables of 1,024 positions four parts; some rows have keys for one part alone, and one for none.
+LONG = AttentionSpec(
+    name="long", rows=((1, 900), (1, 1), (1, 65)), num_heads=4, num_kv_heads=1, head_dim=128, page_size=32, max_pages=32,
+    num_padding_rows=1, num_padding_tokens=1, page_dtype="bfloat16", is_decode=True, has_sinks=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [{}, {"window": 300}, {"chunk": 512, "soft_cap": 3.0}], ids=str)
+def test_mosaic_long_rows_are_split(limit: dict[str, Any]) -> None:
+    assert mosaic_gpu.planning.num_splits(num_rows=4, num_kv_heads=1, max_keys=1024, kv_tile=64) == 4
+    check(replace(LONG, **limit))
+
+
+def test_mosaic_decode_moves_little_more_than_it_must() -> None:
+    """Each key and value that a row sees comes once for all heads that share it, in whole boxes; pages out of sight never."""
+    spec = replace(LONG, window=900, rows=((1, 1000), (1, 950)), num_heads=8, num_padding_rows=0, num_padding_tokens=0, has_sinks=False)
+    _, report = run(spec, make_args(spec))
+    needed = 2 * 900 * 2 * spec.head_dim * 2 + 2 * spec.num_tokens * spec.num_heads * spec.head_dim * 2
+    moved = report.read_bytes + report.written_bytes
+    print(f"moved {moved} bytes, {moved / needed:.3f} of what it must")
+    assert needed <= moved <= 1.15 * needed
+
+
+def test_mosaic_nan_of_a_row_shows_there_and_nowhere_else() -> None:
+    spec = replace(MIXED, page_dtype="bfloat16", rows=((1, 33), (1, 7), (20, 75)), num_heads=4)
+    args = make_args(spec)
+    pages = args.pages.copy()
+    for row in (0, 2):
+        pages[args.page_tables[row, 0], 0, :, 0] = np.nan
+    step = jax.jit(functools.partial(attend, spec, "mosaic_gpu"))
+    with interpreted():
+        out, spoilt = np.asarray(step(*args)), np.asarray(step(*args._replace(pages=pages)))
+    is_spoilt = np.isin(args.token_row, (0, 2))
+    assert np.isnan(spoilt[is_spoilt]).all()
+    np.testing.assert_array_equal(spoilt[~is_spoilt], out[~is_spoilt])
+
+
+def test_mosaic_rows_without_keys_give_zeros() -> None:
+    args = make_args(LONG)
+    args.kv_length[:] = 0
+    out, report = run(LONG, args)
+    assert not out.any()
+    assert report.read_bytes < 1024, "lengths, no queries, no keys"
+
+
+def layer(*, head_dim: int, page_size: int, group: int = 4, dtype: Any = jnp.bfloat16, num_pages: int = 1000, **rules: Any) -> Any:
+    """A layer of a model in a step of 512 tokens and 64 rows, some of which decode: one program with both kernels."""
+    num_heads, num_kv_heads = 8 * group, 8
+    shapes = (
+        ((512, num_heads, head_dim), dtype), ((num_pages, 2, num_kv_heads, page_size, head_dim), dtype),
+        ((64, 8192 // page_size), jnp.int32),
+        ((65,), jnp.int32), ((64,), jnp.int32), ((512,), jnp.int32), ((512,), jnp.int32), ((num_heads,), jnp.float32),
+    )  # fmt: skip
+    options: dict[str, Any] = {"window": None, "chunk": None, "soft_cap": None, "is_decode": False} | rules
+
+    def step(*args: Any) -> Any:
+        *rest, sinks = args
+        return paged_attention(*rest, scale=head_dim**-0.5, sinks=sinks, implementation="mosaic_gpu", **options)
+
+    return step, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_dim": 64, "page_size": 8, "window": 1000},
+        {"head_dim": 80, "page_size": 16, "group": 1, "dtype": jnp.float16},
+        {"head_dim": 96, "page_size": 32, "group": 8},
+        {"head_dim": 128, "page_size": 16},
+        {"head_dim": 128, "page_size": 64, "group": 7, "chunk": 8192},
+        {"head_dim": 192, "page_size": 128, "group": 1},
+        {"head_dim": 256, "page_size": 256, "group": 2, "window": 1024, "soft_cap": 50.0},
+        {"head_dim": 128, "page_size": 16, "num_pages": 2**31 // (2 * 8 * 16 * 128) + 8, "group": 12},
+    ],
+    ids=str,
+)
+def test_mosaic_compiles_for_h200(sizes: dict[str, Any]) -> None:
+    """Interpreting checks no layouts, compiling does, and refuses what takes more shared memory than the card has."""
+    step, shapes = layer(**sizes)
+    hlo = str(deviceless.compile_for("H200", step, *shapes).as_text())
+    assert hlo.count('custom_call_target="mosaic_gpu') == 2
+    assert not [line for line in hlo.splitlines() if " gather(" in line and f"[{sizes.get('num_pages', 1000)}," in line]
+
+
+def test_mosaic_says_what_it_lacks() -> None:
+    assert mosaic_gpu.lacks(Needs(), (9, 0)) is None
+    wanted = Needs(head_dim=576, page_size=4, num_parts=1, page_dtype="float32", group=128)
+    assert mosaic_gpu.lacks(wanted, (8, 0)) == (
+        "wgmma on capability 8.0; pages of one part (latent attention); float32 pages; head_dim 576 (it has multiples of 16 up to 256); "
+        "page_size 4 (it has multiples of 8); 128 query heads for a kv head (it has up to 64)"
+    )
