@@ -53,8 +53,9 @@ class RecordingEngine(Engine):
     def step(self) -> list[TokenEvent]:
         """One step."""
         events = super().step()
-        if self.last_stats is not None and self.last_stats not in self.steps[-1:]:
-            self.steps.append(self.last_stats)
+        stats = self.last_stats
+        if stats is not None and stats.step_id not in [step.step_id for step in self.steps[-1:]]:
+            self.steps.append(stats)
         return events
 
 

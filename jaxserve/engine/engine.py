@@ -68,7 +68,7 @@ class Engine:
         self.runner = runner
         self.info = info
         self.async_scheduling = async_scheduling
-        self.last_stats: StepStats | None = None
+        self._last_plan: Plan | None = None  # committed
         self._in_flight: _Dispatched | None = None  # of the overlapped loop, between two turns
         self._totals = Totals()
         self._num_failed_in_row = 0
@@ -81,6 +81,11 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> list[TokenEvent]:
         """Ends a request, or one of its sequences, wherever it is; an unknown id is not an error (it may just have ended)."""
         return self.scheduler.abort(request_id, index)
+
+    @property
+    def last_stats(self) -> StepStats | None:
+        """Figures of the step that was committed last, and of the scheduler right now; None before the first."""
+        return None if self._last_plan is None else self.scheduler.stats(self._last_plan)
 
     @property
     def has_work(self) -> bool:
@@ -120,7 +125,7 @@ class Engine:
     def _commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         self._num_failed_in_row = self._num_idle_in_row = 0
         events = self.scheduler.commit(plan, result)
-        self.last_stats = self.scheduler.stats(plan)
+        self._last_plan = plan
         self._totals.add(plan.num_tokens, events)
         return events
 
@@ -152,16 +157,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Figures right now, and totals since the engine started."""
-        last = self.last_stats
         return EngineStats(
             has_work=self.has_work,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_used_pages=self.scheduler.num_used_pages,
             num_pages=self.info.num_pages,
-            num_preemptions=last.num_preemptions if last else 0,
-            num_cache_queries=last.num_cache_queries if last else 0,
-            num_cache_hits=last.num_cache_hits if last else 0,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_cache_queries=self.scheduler.num_cache_queries,
+            num_cache_hits=self.scheduler.num_cache_hits,
             num_compiles=self.runner.num_late_compiles,
             **self._totals.figures(),
         )

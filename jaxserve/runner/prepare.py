@@ -6,7 +6,7 @@ written again. What the sections mean is said in `runner.layout`; the traced oth
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -60,13 +60,13 @@ def _fill_rows(plan: Plan, view: dict[str, np.ndarray], layout: StepLayout, null
         view["logits_row"][num_rows:] = bucket.rows
         view["is_sampled"][:num_rows] = is_sampled
     else:
-        sampled = np.flatnonzero(is_sampled)
+        sampled = np.flatnonzero(np.fromiter(is_sampled, np.bool_, num_rows))
         view["logits_row"][: len(sampled)] = sampled
         view["logits_row"][len(sampled) :] = bucket.rows
         view["is_sampled"][: len(sampled)] = 1
-    tokens, ends = view["tokens"], view["row_tokens"][:num_rows].cumsum().tolist()
-    tokens[: ends[-1]] = -1  # the slot's last sampled token, which may exist only on the device
-    for ids, end in zip(token_ids, ends, strict=True):
+    tokens = view["tokens"]
+    tokens[: plan.num_tokens] = -1  # the slot's last sampled token, which may exist only on the device
+    for ids, end in zip(token_ids, accumulate(num_tokens), strict=True):
         if ids:
             tokens[end - len(ids) : end] = ids
     if bucket.has_prompt_logprobs:

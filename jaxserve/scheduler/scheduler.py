@@ -58,6 +58,21 @@ class Scheduler:
         return self.roster.pages.pool.num_used
 
     @property
+    def num_preemptions(self) -> int:
+        """Preemptions so far."""
+        return self.roster.num_preemptions
+
+    @property
+    def num_cache_queries(self) -> int:
+        """Tokens looked for in the prefix cache so far."""
+        return self._planner.num_cache_queries
+
+    @property
+    def num_cache_hits(self) -> int:
+        """Tokens found there so far."""
+        return self._planner.num_cache_hits
+
+    @property
     def has_work(self) -> bool:
         """True while any sequence is not finished."""
         return bool(self.roster.sequences)
@@ -127,9 +142,9 @@ class Scheduler:
             num_waiting=self.num_waiting,
             num_used_pages=self.num_used_pages,
             num_pages=self.limits.num_pages,
-            num_preemptions=self.roster.num_preemptions,
-            num_cache_queries=self._planner.num_cache_queries,
-            num_cache_hits=self._planner.num_cache_hits,
+            num_preemptions=self.num_preemptions,
+            num_cache_queries=self.num_cache_queries,
+            num_cache_hits=self.num_cache_hits,
             num_kv_tokens=sum([seq.num_computed_tokens for seq in self.roster.running]),
         )
 
