@@ -1,4 +1,36 @@
-"""Attention over pages on wgmma and TMA (capability 9.0), in Pallas Mosaic GPU."""
+"""Attention over pages on wgmma and TMA (capability 9.0), in Pallas Mosaic GPU: what it serves, and which kernel gets which tokens.
+
+How the kernels walk memory. The pages of a layer are [num_pages, 2, K, page_size, H]: the keys of one page and kv head are one piece of
+page_size x H numbers, its values another. A block serves one kv head. It walks the keys that its queries can see, [first, end), in
+tiles of `kv_tile` keys (64 or 128, whatever the page size). A tile is put together from boxes, a box being what one page and one tile
+share: a small page whole, or a tile's part of a large one. Page 16, tile 64, a row of 200 keys with a window of 100 (first = 100, end =
+200):
+
+    page table row   [  .   .   .   .   .   .  41   7  93  12   5  88  30 | garbage ]     entries that no query sees are not read
+    positions                              96  112 128 144 160 176 192 208
+    first tile       96..159 = pages 41, 7, 93, 12: 4 boxes of keys, 4 of values          (96..99 are copied, and masked)
+    second tile      160..223 = pages 5, 88, 30:    3 boxes each, the fourth is left out  (200..223 are masked)
+
+    device memory                          shared memory: a ring of 2 to 4 stages
+    page 41 keys   [16, H] -- TMA -->      keys   [ 41 | 7 | 93 | 12 ]  kv_tile x H, 8 rows by one swizzle to a block, as wgmma reads it
+    page 41 values [16, H] -- TMA -->      values [ 41 | 7 | 93 | 12 ]  likewise
+                                           filled: counts the boxes of a stage     used: its readers are done with it
+
+A memory warpgroup runs ahead: it waits for `used`, looks up the page of each box in device memory and starts its two copies, which
+arrive at `filled` by themselves. The warpgroups that multiply wait for `filled`, and arrive at `used`. Each key and value that a block
+sees is thus read once, for all heads that share it; all arithmetic on addresses is TMA's, in 64 bits.
+
+Masks. Scores of keys that a query does not see become -inf. In the first and the last tile of a walk, where places lie outside [first,
+end), values are set to 0 in shared memory: their weights are 0, but 0 x NaN is NaN, and nobody has written those places since their
+last owner.
+
+Which kernel. `mosaic_gpu_decode` takes steps with one token a row, and the rows that open a mixed step with one token each: keys lie on
+wgmma's M, the few query rows of a kv head on N, and a row's keys are split over blocks when rows are few, which one reduce (XLA) puts
+together. `mosaic_gpu_prefill` takes the other rows: tokens and heads lie on M, 128 rows of them in a block. Head dimensions that are no
+multiple of 64 (80, 96) have a smaller swizzle (32 and 64 bytes), and decode's values, which have the head on M, are padded to 128
+columns by TMA, with zeros it does not read.
+
+Does not know the tuning of a card (`mosaic_gpu_plan` has the heuristics). Rules: `reference`. Next: `mosaic_gpu_tile`."""
 
 from __future__ import annotations
 
@@ -47,6 +79,12 @@ def lacks(needs: Needs, capability: tuple[int, int]) -> str | None:
         found.append(f"page_size {needs.page_size} (it has multiples of 8)")
     if needs.group > planning.WARPGROUP_ROWS:
         found.append(f"{needs.group} query heads for a kv head (it has up to {planning.WARPGROUP_ROWS})")
+    shape: dict[str, int] = {"head_dim": needs.head_dim, "group": needs.group, "page_size": needs.page_size, "max_keys": 1 << 20}
+    out_bytes = 4 if needs.q_dtype == "float32" else 2
+    if not found and (planning.plan_decode(**shape) is None or planning.plan_prefill(**shape, out_bytes=out_bytes) is None):
+        found.append(
+            f"shared memory for head_dim {needs.head_dim} with {needs.group} query heads for a kv head and {needs.q_dtype} queries"
+        )
     return "; ".join(found) or None
 
 
