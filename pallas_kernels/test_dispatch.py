@@ -39,6 +39,7 @@ def test_each_lack_is_named_once_for_all_layers() -> None:
     assert reason.count("1000") == 1
     assert "8.0" in (dispatch.lacks("mosaic_gpu", A100) or "")
     assert dispatch.lacks("mosaic_gpu", H200) is None
+    assert "shared memory" in (dispatch.lacks("mosaic_gpu", H200, Needs(head_dim=208, q_dtype="float32")) or "")
     assert dispatch.lacks("cpu_native", H200) == "a CPU, this is a gpu"
     assert dispatch.lacks("triton", CPU) == "an NVIDIA GPU, this is a cpu"
     assert dispatch.lacks("xla", CPU, *needs) is None
