@@ -7,8 +7,9 @@ device holds is said in `shards.py`; where tensors come from is the caller's bus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -87,20 +88,27 @@ class Loader:
         dtype: DTypeLike | None = None,
     ) -> jax.Array:
         """Several tensors in one array of `shape`, each at its place, after its change where it has one; together they fill it."""
-        return jax.device_put(self._filled(shape, parts, changes, dtype, self._read), self._device)
+        return jax.device_put(self._filled(shape, parts, changes, dtype, [self._read])[0], self._device)
 
     def _filled(
-        self, shape: tuple[int, ...], parts: Mapping[str, Place], changes: Mapping[str, Change] | None, dtype: DTypeLike | None, read: Read
-    ) -> np.ndarray:
-        fused = self._empty(shape, self._dtype if dtype is None else dtype)
-        assert sum(fused[place].size for place in parts.values()) == fused.size, (shape, parts)
+        self,
+        shape: tuple[int, ...],
+        parts: Mapping[str, Place],
+        changes: Mapping[str, Change] | None,
+        dtype: DTypeLike | None,
+        reads: Sequence[Read],
+    ) -> list[np.ndarray]:
+        """For each of `reads` the fused array on the host; every tensor is read by all of them before the next one."""
+        filled = [self._empty(shape, self._dtype if dtype is None else dtype) for _ in reads]
+        assert sum(filled[0][place].size for place in parts.values()) == filled[0].size, (shape, parts)
         for name, place in parts.items():
-            array = self._checked(name, read)
-            if changes and name in changes:
-                array = changes[name](array)
-            view = fused[place]
-            view[...] = array.reshape(view.shape)
-        return fused
+            for fused, read in zip(filled, reads, strict=True):
+                array = self._checked(name, read)
+                if changes and name in changes:
+                    array = changes[name](array)
+                view = fused[place]
+                view[...] = array.reshape(view.shape)
+        return filled
 
     def _checked(self, name: str, read: Read) -> np.ndarray:
         try:
@@ -115,8 +123,11 @@ class Loader:
 
 
 class MeshLoader(Loader):
-    """Gives every device of a mesh its part, one device after the other: the host holds one device's share of one weight at a time, and
-    beside it a tensor that is read whole, because all need it or because it is cut across its rows."""
+    """Gives every device of a mesh its part of each weight.
+
+    Rows of a tensor that belong to one device are read for it alone, and the host holds one device's share of a weight at a time. A tensor
+    that all need, or that is cut across its rows, is read once and whole; then the host holds the weight for all devices.
+    """
 
     def __init__(self, spec: ModelSpec, source: TensorSource, dtype: np.dtype[Any], mesh: Mesh, shards: Shards) -> None:
         assert mesh.shape == {AXIS: shards.count}, (mesh, shards)
@@ -137,16 +148,18 @@ class MeshLoader(Loader):
         dtype: DTypeLike | None = None,
     ) -> jax.Array:
         """As `Loader.fused`, for each device from its own parts; `shape` is one device's."""
-        arrays = []
-        for i, device in enumerate(self._devices):
-            filled = self._filled(shape, parts, changes, dtype, lambda name, i=i: self._part(name, i))  # type: ignore[misc]
-            arrays.append(jax.device_put(filled, device))
+        reads = [partial(self._part, device_id=i) for i in range(len(self._devices))]
+        are_rows = all(self._parts[name].axis == 0 or self._has_own(name) for name in parts)
+        arrays: list[jax.Array] = []
+        for some in [reads[i : i + 1] for i in range(len(reads))] if are_rows else [reads]:
+            filled = self._filled(shape, parts, changes, dtype, some)
+            arrays += [jax.device_put(array, self._devices[len(arrays) + i]) for i, array in enumerate(filled)]
         self._kept = None
         return jax.make_array_from_single_device_arrays((len(arrays) * shape[0], *shape[1:]), self._sharding, arrays)
 
     def _part(self, name: str, device_id: int) -> np.ndarray:
         """What a device holds of a tensor; an expert's name counts from the device's first one."""
-        if self.shards.has_expert_parallel and ".experts." in name:
+        if self._has_own(name):
             name = self._named_globally(name, device_id)
         shape, part = self._source.shape(name), self._parts[name]
         if shape != self._whole[name]:
@@ -154,11 +167,17 @@ class MeshLoader(Loader):
         if part.axis is None:
             whole = self._read_whole(name)
             return np.zeros_like(whole) if part.is_first_only and device_id else whole
-        start = device_id * part.num_parts // self.shards.count * part.size
+        start = min(device_id * part.num_parts // self.shards.count * part.size, shape[part.axis])
         stop = min(start + part.size, shape[part.axis])
-        array = self._source.read(name, slice(start, stop)) if part.axis == 0 else self._read_whole(name)[:, start:stop]
-        # Rows past the vocabulary.
-        return np.pad(array, [(0, part.size - len(array)), *[(0, 0)] * (array.ndim - 1)]) if part.axis == 0 else array
+        if part.axis == 1:
+            return self._read_whole(name)[:, start:stop]
+        rows = self._source.read(name, slice(start, stop))
+        num_missing = part.size - len(rows)  # rows past the vocabulary
+        return np.concatenate([rows, np.zeros((num_missing, *shape[1:]), rows.dtype)]) if num_missing else rows
+
+    def _has_own(self, name: str) -> bool:
+        """Whether each device has an expert of its own by that name."""
+        return self.shards.has_expert_parallel and ".experts." in name
 
     def _named_globally(self, name: str, device_id: int) -> str:
         before, _, after = name.partition(".experts.")

@@ -81,6 +81,21 @@ def _repeated(array: np.ndarray, num_groups: int) -> np.ndarray:
     return np.repeat(array.reshape(num_groups, -1, *array.shape[1:]), 2, axis=0).reshape(-1, *array.shape[1:])
 
 
+class Counted:
+    """A checkpoint that counts the elements read of each tensor."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._checkpoint = checkpoint
+        self.num_read: Counter[str] = Counter()
+        self.shape = checkpoint.shape
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """The tensor, or some rows of it."""
+        array: np.ndarray = self._checkpoint.read(name, rows)
+        self.num_read[name] += array.size
+        return array
+
+
 def doubled_spec(spec: ModelSpec) -> ModelSpec:
     """The spec of what `Doubled` reads."""
 
@@ -99,6 +114,7 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
     if not converted.exists():
         convert(next(source.glob("*.gguf"), source), converted)
     has_expert_parallel = "experts" in options
+    num_read: Counter[str] = Counter()
     if "built" in options:
         config = EngineConfig(
             model=str(converted), device="cpu", dtype="float32", attention_backend="xla", generation_config="vllm",
@@ -108,7 +124,8 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
         engine = build_engine(config)
         runner = engine.runner
     else:
-        runner = _runner(open_checkpoint(converted), int(count), has_expert_parallel=has_expert_parallel, is_doubled="twice" in options)
+        checkpoint, is_doubled = open_checkpoint(converted), "twice" in options
+        runner, num_read = _runner(checkpoint, int(count), has_expert_parallel=has_expert_parallel, is_doubled=is_doubled)
         engine = _engine(runner)
     expected = json.loads((source / "expected.json").read_text())
     return {
@@ -117,24 +134,27 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
         "weights_bytes": device_bytes(runner._weights),
         "pages_bytes": device_bytes(runner._pages),
         "collectives": [Counter(_collectives(program.as_text())) for program in runner._steps.values()],
+        "num_read": num_read,
         "info": [engine.info.tensor_parallel_size, engine.info.kv_cache_bytes, engine.info.device],
     }
 
 
-def _runner(checkpoint: Any, count: int, *, has_expert_parallel: bool, is_doubled: bool) -> ModelRunner:
+def _runner(checkpoint: Any, count: int, *, has_expert_parallel: bool, is_doubled: bool) -> tuple[ModelRunner, Counter[str]]:
+    """The runner, and how many elements of each tensor were read for it."""
     spec = resolve_spec(checkpoint.config)
     if is_doubled:
         checkpoint, spec = Doubled(checkpoint, spec), doubled_spec(spec)
+    source = Counted(checkpoint)
     mesh = device_mesh(jax.devices()[:count])
     assert mesh is not None
-    model = load_model_on_mesh(spec, checkpoint, jnp.float32, mesh=mesh, has_expert_parallel=has_expert_parallel)
+    model = load_model_on_mesh(spec, source, jnp.float32, mesh=mesh, has_expert_parallel=has_expert_parallel)
     shape = RunnerShape(
         buckets=Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,)), num_pages=NUM_PAGES, page_size=PAGE_SIZE,
         max_model_len=MAX_LEN, max_penalty_slots=MAX_SEQS,
     )  # fmt: skip
     runner = QuickRunner(model, model.spec, shape, kv_dtype=jnp.float32, mesh=mesh)
     runner.compile()
-    return runner
+    return runner, source.num_read
 
 
 def _engine(runner: ModelRunner) -> Engine:

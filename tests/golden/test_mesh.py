@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -47,17 +48,31 @@ def test_the_tokens_are_those_of_one_device(result: dict[str, Any], golden_dir: 
     assert result["tokens"] == [tokens[:24] for tokens in expected["greedy"]]
 
 
+def num_parts(name: str, spec: Any, count: int) -> int:
+    """Parts that a tensor is cut into."""
+    if WHOLE.search(name):
+        return 1
+    is_kv = re.search(r"self_attn\.[kv]_proj", name) is not None
+    return min(count, spec.layers[0].attention.num_kv_heads) if is_kv else count
+
+
 def test_each_device_holds_its_share_of_the_weights(result: dict[str, Any], golden_dir: Path) -> None:
     spec, count = spec_and_count(result, golden_dir)
-    num_kv_heads = getattr(spec.layers[0].attention, "num_kv_heads", count)
-    share = 0.0
-    for name, shape in tensor_shapes(spec):
-        size = 4
-        for extent in shape:
-            size *= extent
-        is_kv = re.search(r"self_attn\.[kv]_proj", name) is not None
-        share += size / (1 if WHOLE.search(name) else min(count, num_kv_heads) if is_kv else count)
+    share = sum(4 * math.prod(shape) / num_parts(name, spec, count) for name, shape in tensor_shapes(spec))
     assert share <= result["weights_bytes"] <= 1.05 * share
+
+
+def test_devices_read_their_parts_and_nothing_twice(result: dict[str, Any], golden_dir: Path) -> None:
+    if "built" in result["case"]:
+        assert not result["num_read"]  # by the checkpoint itself, which does not count
+        return
+    spec, count = spec_and_count(result, golden_dir)
+    wanted = {}
+    for name, shape in tensor_shapes(spec):
+        # Each device that shares a kv head with others reads it; keys' and values' matrices of latent attention lie in one tensor.
+        times = 1 if WHOLE.search(name) else 2 if "kv_b_proj" in name else count // num_parts(name, spec, count)
+        wanted[name] = times * math.prod(shape)
+    assert result["num_read"] == wanted
 
 
 def test_each_device_holds_its_heads_of_the_pages(result: dict[str, Any], golden_dir: Path) -> None:

@@ -49,23 +49,28 @@ def test_threads_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
         assert usable_cores() == expected
 
 
+def test_too_few_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 200, but JAX has \d+ cpu devices here"):
+        set_up_devices(EngineConfig(model="m", device="cpu", tensor_parallel_size=200))
+
+
 THREADS_SCRIPT = """
 import os, sys
 from jaxserve.config import EngineConfig
 from jaxserve.runner.device import set_up_devices
-set_up_devices(EngineConfig(model="m", device="cpu", num_threads=3, gpu_memory_utilization=0.5))
+devices = set_up_devices(EngineConfig(model="m", device="cpu", num_threads=3, gpu_memory_utilization=0.5, tensor_parallel_size=2))
 import jax.numpy as jnp
 (jnp.ones((64, 64)) @ jnp.ones((64, 64))).block_until_ready()
 names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-print(sum("XLAEigen" in name for name in names), os.environ["XLA_CLIENT_MEM_FRACTION"])
+print(sum("XLAEigen" in name for name in names), os.environ["XLA_CLIENT_MEM_FRACTION"], len(devices))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
-def test_the_thread_count_reaches_xla() -> None:
+def test_threads_and_devices_are_set_before_jax_starts() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC", "XLA_CLIENT_MEM_FRACTION")}
     done = subprocess.run([sys.executable, "-c", THREADS_SCRIPT], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3", "0.5"]
+    assert done.stdout.split() == ["3", "0.5", "2"]
 
 
 def test_dtype(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
