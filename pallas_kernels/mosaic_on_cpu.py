@@ -61,7 +61,7 @@ def interpreted() -> Iterator[Report]:
             ("copy_gmem_to_smem", _counting(copy_in, "src_", "read_bytes")),
             ("copy_smem_to_gmem", _counting(copy_out, "dst_", "written_bytes")),
             ("_get", _counting(get, "", "read_bytes")),
-            ("_swap", _ticking(_counting(swap, "", "written_bytes"))),
+            ("_swap", _counting(swap, "", "written_bytes")),
         ):
             stack.enter_context(mock.patch.object(callbacks, name, function))
         stack.enter_context(plgpu.force_gpu_interpret_mode(parameters))
@@ -83,16 +83,6 @@ def _race_state(make: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return made
-
-
-def _ticking(swap: Callable[..., Any]) -> Callable[..., Any]:
-    """Moves a thread's clock on before a store: the store is then two ticks ahead of what the async proxy knows (`_clock_of_read`)."""
-
-    def ticked(token: Any, place: Any, thread: Any, *args: Any, **options: Any) -> Any:
-        callbacks._get_shared_memory().incr_clock(thread)
-        return swap(token, place, thread, *args, **options)
-
-    return ticked
 
 
 def _counting(function: Callable[..., Any], prefix: str, counter: str) -> Callable[..., Any]:
@@ -152,9 +142,9 @@ def _wgmma(
 
 
 def _clock_of_read(shared: Any, thread: Any) -> Any:
-    """The vector clock of a read by the async proxy: one tick later than all that it knows, so still before a store not committed."""
+    """The vector clock of a read by the async proxy: later than all that the proxy knows, and beside a store that was not committed."""
+    proxy = shared.get_next_tma_thread_id()
     with shared.lock:
-        clock, at = shared.clocks[thread], shared.thread_to_vc_position(thread)
-        clock.async_smem_clock.inc(at)
-        clock.generic_clock.inc(at)
+        clock = shared.clocks[thread]
+        clock.inc(proxy)  # whoever synchronizes with this thread later is later than the read
         return clock.async_smem_clock.copy()

@@ -3,8 +3,8 @@
 How the kernels walk memory. The pages of a layer are [num_pages, 2, K, page_size, H]: the keys of one page and kv head are one piece of
 page_size x H numbers, its values another. A block serves one kv head. It walks the keys that its queries can see, [first, end), in
 tiles of `kv_tile` keys (64 or 128, whatever the page size). A tile is put together from boxes, a box being what one page and one tile
-share: a small page whole, or a tile's part of a large one. Page 16, tile 64, a row of 200 keys with a window of 100 (first = 100, end =
-200):
+share: a small page whole, or a tile's part of a large one. Page 16, tile 64, a row of 200 keys with a window of 100 (first = 100,
+end = 200):
 
     page table row   [  .   .   .   .   .   .  41   7  93  12   5  88  30 | garbage ]     entries that no query sees are not read
     positions                              96  112 128 144 160 176 192 208
@@ -30,7 +30,8 @@ together. `mosaic_gpu_prefill` takes the other rows: tokens and heads lie on M, 
 multiple of 64 (80, 96) have a smaller swizzle (32 and 64 bytes), and decode's values, which have the head on M, are padded to 128
 columns by TMA, with zeros it does not read.
 
-Does not know the tuning of a card (`mosaic_gpu_plan` has the heuristics). Rules: `reference`. Next: `mosaic_gpu_tile`."""
+Does not know the tuning of a card (`mosaic_gpu_plan` has the heuristics). Rules: `reference`. Next: `mosaic_gpu_tile`.
+"""
 
 from __future__ import annotations
 
