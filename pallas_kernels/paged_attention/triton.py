@@ -167,7 +167,7 @@ class _Call:
             num_stages=sizes.num_stages,
             constants=self.constants
             | {"BLOCK_M": sizes.block_m, "HEADS": sizes.heads, "TILE": sizes.tile, "ROWS": rows}
-            | {"SPLITS": sizes.num_splits, "MIN_TILES": sizes.min_tiles},
+            | {"IS_SPLIT": sizes.num_splits > 1, "MIN_TILES": sizes.min_tiles},
         )
 
     def _add_splits(self, rows: str, sizes: Sizes, values: jax.Array, stats: jax.Array, out: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:

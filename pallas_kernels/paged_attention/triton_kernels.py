@@ -56,11 +56,11 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of_split(first_key, end_key, split, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _tiles_of_split(first_key, end_key, split, num_splits, TILE: tl.constexpr, MIN_TILES: tl.constexpr):
     """The tiles [first, end) of a split. All but the last have the same number, MIN_TILES at least, so a short row has few splits."""
     first = first_key // TILE
     end = tl.cdiv(end_key, TILE)
-    used = tl.maximum(tl.minimum((end - first) // MIN_TILES, SPLITS), 1)
+    used = tl.maximum(tl.minimum((end - first) // MIN_TILES, num_splits), 1)
     size = tl.cdiv(end - first, used)
     first = first + split * size
     return first, tl.minimum(first + size, end)
@@ -147,15 +147,15 @@ def attend(
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, P: tl.constexpr,
     H: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     BLOCK_M: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    ROWS: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_TILES: tl.constexpr,
     IS_FP8: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One program for each (row or tile of tokens, block of heads, split).
 
     ROWS says what axis 0 of the grid counts: "decode", rows of which each has the token of its own number; "single", rows, and those that
     have not just one token are left to another launch; "tiles", entries of `tiles` [..., 3]: row (-1 is padding), first token, tokens.
-    HEADS of a kv head's query heads share a program. With SPLITS > 1 `out` [B, N, SPLITS, H] takes sums that are not divided yet, and
-    `stats` [B, N, SPLITS, 2] peaks and totals; else `out` is [T, N, H], and `stats` is not touched.
+    HEADS of a kv head's query heads share a program. With IS_SPLIT `out` [B, N, splits, H] takes sums that are not divided yet, and
+    `stats` [B, N, splits, 2] peaks and totals (their number is the grid's, so that one kernel serves all); else `out` is [T, N, H], and `stats` is not touched.
     """
     GROUP: tl.constexpr = N // K
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -189,7 +189,7 @@ def attend(
 
     end_key = tl.minimum(last_position + 1, length)
     first_key = tl.minimum(_first_seen(tl.maximum(first_position, 0), WINDOW, CHUNK), end_key)
-    first_tile, end_tile = _tiles_of_split(first_key, end_key, split, TILE, SPLITS, MIN_TILES)
+    first_tile, end_tile = _tiles_of_split(first_key, end_key, split, tl.num_programs(2), TILE, MIN_TILES)
     if split > 0 and first_tile >= end_tile:
         return
 
@@ -245,8 +245,8 @@ def attend(
         SCALE, SOFT_CAP, PARTS, K, PAGE_SIZE, H, D1, D2, TILE, IS_FP8, HAS_SCALES, True, PRECISION,
     )  # fmt: skip
 
-    if SPLITS > 1:
-        part = (row.to(tl.int64) * N + q_head) * SPLITS + split
+    if IS_SPLIT:
+        part = (row.to(tl.int64) * N + q_head) * tl.num_programs(2) + split
         tl.store(stats + part * 2, peak, mask=is_query)
         tl.store(stats + part * 2 + 1, total, mask=is_query)
         out_place = part * H
@@ -277,7 +277,7 @@ def add_splits(
     length = tl.load(kv_length + row)
     first_key = tl.minimum(_first_seen(tl.maximum(length - 1, 0), WINDOW, CHUNK), length)
     split = tl.arange(0, SPLITS_PADDED)
-    first_tile, end_tile = _tiles_of_split(first_key, length, split, TILE, SPLITS, MIN_TILES)
+    first_tile, end_tile = _tiles_of_split(first_key, length, split, SPLITS, TILE, MIN_TILES)
     is_part = (split < SPLITS) & ((split == 0) | (first_tile < end_tile))
 
     part = (row.to(tl.int64) * N + tl.program_id(1)) * SPLITS + split
