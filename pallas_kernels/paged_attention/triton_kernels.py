@@ -155,7 +155,8 @@ def attend(
     ROWS says what axis 0 of the grid counts: "decode", rows of which each has the token of its own number; "single", rows, and those that
     have not just one token are left to another launch; "tiles", entries of `tiles` [..., 3]: row (-1 is padding), first token, tokens.
     HEADS of a kv head's query heads share a program. With IS_SPLIT `out` [B, N, splits, H] takes sums that are not divided yet, and
-    `stats` [B, N, splits, 2] peaks and totals (their number is the grid's, so that one kernel serves all); else `out` is [T, N, H], and `stats` is not touched.
+    `stats` [B, N, splits, 2] peaks and totals (axis 2 of the grid is the splits, so that one kernel serves any number of them); else
+    `out` is [T, N, H], and `stats` is not touched.
     """
     GROUP: tl.constexpr = N // K
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
