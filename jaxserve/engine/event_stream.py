@@ -147,10 +147,12 @@ class EventStream:
                 self.end()
         self._wake()
 
-    def fail(self, error: JaxserveError) -> None:
-        """Called by the client when a request was refused or the engine is gone."""
-        self._error = error
-        self._wake()
+    def fail(self, request_id: str, error: JaxserveError) -> None:
+        """Called by the client when a request was refused or its engine is gone; a request that has arrived whole cannot fail any more."""
+        waiting = [self._pending.get((request_id, index)) for index in self._unfinished.get(request_id, ())]
+        if any(pending is None or not pending.event.finish_reason for pending in waiting):
+            self._error = error
+            self._wake()
 
     def drop(self, request_id: str, index: int) -> None:
         """Aborts one sequence and yields no more events of it (its text hit a stop string)."""

@@ -187,7 +187,9 @@ class EngineClient:
         self._num_sequences.pop(request_id, None)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures right now; raises EngineUnavailable when it does not answer."""
+        """The engine's figures right now; raises EngineUnavailable when it does not answer, and before the first connection, as `info`."""
+        if self._info is None:
+            raise EngineUnavailable(self.why)
         return link_codec.decode_stats(await self._ask(self._stub.GetStats(link_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)))
 
     async def flush_cache(self) -> bool:
@@ -268,15 +270,18 @@ class EngineClient:
             if isinstance(error, Overloaded) and self._on_overloaded(rejection.request_id):
                 continue
             if (stream := self._streams.get(rejection.request_id)) is not None:
-                stream.fail(error)
+                stream.fail(rejection.request_id, error)
 
     def _lose(self, reason: str) -> None:
         """The engine is gone: every open request fails."""
         self._connection = self.last_stats = None
         self._lost_reason = reason
         self._connected.clear()
-        for stream in set(self._streams.values()):
-            stream.fail(EngineUnavailable(f"{reason}; the request is lost, send it again."))
+        for request_id, stream in self._streams.items():
+            stream.fail(request_id, EngineUnavailable(f"{reason}; the request is lost, send it again."))
+        # Whoever does not read the failure yet is no load of the next engine.
+        self._streams.clear()
+        self._num_sequences.clear()
         self._tell()
 
     async def _watch(self) -> None:

@@ -37,6 +37,8 @@ class _Sent:
     full: set[int] = field(default_factory=set)
     """Engines that had no room for it."""
     is_pinned: bool = False
+    is_aborted: bool = False
+    """By its label: an engine that it is sent to after that knows nothing of it."""
 
 
 class Replicas:
@@ -153,6 +155,8 @@ class Replicas:
 
     def abort_label(self, label: str) -> None:
         """Ends every request with this label, whichever front end it came from and wherever it runs."""
+        for sent in self._sent.values():
+            sent.is_aborted = sent.is_aborted or (bool(label) and sent.request.label == label)
         for engine in self.engines:
             engine.abort_label(label)
 
@@ -167,7 +171,7 @@ class Replicas:
         return {i: answer for i, answer in answers.items() if isinstance(answer, EngineStats)}
 
     async def flush_cache(self) -> bool:
-        """Makes all engines forget all known prefixes; False when one refuses, as pages are in use."""
+        """Makes all engines forget all known prefixes; False when one refuses, as pages are in use, or is too busy to answer."""
         answers = await self._ask(lambda _, engine: engine.flush_cache())
         for i, is_flushed in answers.items():
             if is_flushed is True:
@@ -177,17 +181,18 @@ class Replicas:
     async def start_profile(self, directory: str) -> None:
         """Starts a trace of every engine, into a directory of its own in this one where there are several.
 
-        Raises InvalidRequest when one runs already; then none is started.
+        Raises InvalidRequest when one runs already, and EngineUnavailable when an engine that is there does not answer; then none is
+        started.
         """
         answers = await self._ask(lambda i, engine: engine.start_profile(self._profile_directory(directory, i)))
-        errors = [answer for answer in answers.values() if isinstance(answer, InvalidRequest)]
+        errors = [answer for answer in answers.values() if answer is not None]
         if errors:
             started = [self.engines[i].stop_profile() for i, answer in answers.items() if answer is None]
             await asyncio.gather(*started, return_exceptions=True)
             raise errors[0]
 
     async def stop_profile(self) -> str:
-        """Ends the traces and returns the directory; raises InvalidRequest when none runs."""
+        """Ends the traces and returns the directory; raises InvalidRequest when no engine that answers has one."""
         answers = await self._ask(lambda _, engine: engine.stop_profile())
         directories = [answer for answer in answers.values() if isinstance(answer, str)]
         if not directories:
@@ -198,7 +203,7 @@ class Replicas:
         return directory if len(self.engines) == 1 else str(Path(directory) / f"engine-{engine}")
 
     async def _ask[T](self, question: Callable[[int, EngineClient], Awaitable[T]]) -> dict[int, T | JaxserveError]:
-        """What each engine answers that is there, InvalidRequest included; raises EngineUnavailable when none is."""
+        """What each engine answers that is there, or why it does not; raises EngineUnavailable when none answers."""
 
         async def ask(i: int, engine: EngineClient) -> T | JaxserveError:
             try:
@@ -207,10 +212,10 @@ class Replicas:
                 return error
 
         answers = await asyncio.gather(*(ask(i, engine) for i, engine in enumerate(self.engines)))
-        there = {i: answer for i, answer in enumerate(answers) if not isinstance(answer, EngineUnavailable)}
-        if not there:
-            raise next(answer for answer in answers if isinstance(answer, EngineUnavailable))
-        return there
+        silent = [answer for answer in answers if isinstance(answer, EngineUnavailable)]
+        if len(silent) == len(answers):
+            raise silent[0]
+        return {i: answer for i, answer in enumerate(answers) if self.engines[i].is_connected or not isinstance(answer, EngineUnavailable)}
 
     def _choose(self, chain: list[int], full: Set[int] = frozenset()) -> int:
         """The engine for a request, among those that are not full; there must be one that is connected."""
@@ -226,7 +231,12 @@ class Replicas:
     def _on_overloaded(self, engine: int, request_id: str) -> bool:
         """The engine has no room for a request: another one may have. Returns whether it was sent there."""
         sent = self._sent.get(request_id)
-        if sent is None or sent.is_pinned or sent.stream.is_ended:
+        if sent is None or sent.stream.is_ended:
+            return False
+        if sent.is_aborted:
+            sent.stream.end()  # a label is that of a whole call
+            return True
+        if sent.is_pinned:
             return False
         sent.full.add(engine)
         if not any(other.is_healthy for i, other in enumerate(self.engines) if i not in sent.full):

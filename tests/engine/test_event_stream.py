@@ -170,7 +170,7 @@ def test_an_error_comes_after_what_arrived_before_it(owner):
     async def main() -> list[int]:
         stream = EventStream(owner, [request()])
         stream.put(event([7]))
-        stream.fail(EngineUnavailable("gone"))
+        stream.fail("r", EngineUnavailable("gone"))
         token_ids = (await anext(stream)).token_ids
         with pytest.raises(EngineUnavailable, match="gone"):
             await anext(stream)
@@ -178,6 +178,24 @@ def test_an_error_comes_after_what_arrived_before_it(owner):
 
     assert asyncio.run(main()) == [7]
     assert owner.forgotten == ["r"]
+
+
+def test_what_has_arrived_whole_does_not_fail_the_rest_of_its_call(owner):
+    async def main() -> list[list[int]]:
+        stream = EventStream(owner, [request("a", n=2), request("b")])
+        stream.put(event([7], request_id="a", finish_reason=FinishReason.STOP))
+        stream.put(event([8], request_id="a", index=1, finish_reason=FinishReason.LENGTH))
+        stream.fail("a", EngineUnavailable("gone"))
+        asyncio.get_running_loop().call_soon(stream.put, event([9], request_id="b", finish_reason=FinishReason.STOP))
+        return [item.token_ids async for item in stream]
+
+    assert asyncio.run(main()) == [[7], [8], [9]]
+
+    stream = EventStream(owner, [request("a", n=2)])
+    stream.put(event([7], request_id="a", finish_reason=FinishReason.STOP))
+    stream.fail("a", EngineUnavailable("gone"))
+    with pytest.raises(EngineUnavailable, match="gone"):
+        read(stream)
 
 
 def test_a_dropped_sequence_yields_nothing_more(owner):

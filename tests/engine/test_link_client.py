@@ -77,6 +77,24 @@ def test_requests_before_the_first_engine_say_that_it_loads(link):
     asyncio.run(link.run(scenario))
 
 
+def test_an_engine_whose_facts_are_not_known_yet_has_no_figures_either(link, monkeypatch):
+    asked = asyncio.Event()
+
+    async def get_info(service, request, context) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(link_server.LinkService, "GetInfo", get_info)
+
+    async def scenario(client: EngineClient) -> None:
+        await link.start_engine()
+        await asyncio.wait_for(asked.wait(), 10)
+        with pytest.raises(EngineUnavailable, match="still loading"):
+            await client.stats()
+
+    asyncio.run(link.run(scenario))
+
+
 def test_a_lost_engine_fails_open_requests_and_comes_back_with_other_facts(link):
     async def scenario(client: EngineClient) -> None:
         await link.start_engine()

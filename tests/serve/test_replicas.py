@@ -1,6 +1,7 @@
 """Two engines behind one front end: who gets what, and what is told when one is full, lost or asked for by its number."""
 
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from jaxserve.config import ServerConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine import link_server
+from jaxserve.engine import link_client, link_server
 from jaxserve.engine.profiler import Profiler
 from jaxserve.engine.routing import fingerprints
 from jaxserve.errors import InvalidRequest
@@ -333,6 +334,35 @@ def test_flushing_and_profiling_reach_all(start_server, monkeypatch, tmp_path):
         assert not running
         with pytest.raises(grpc.RpcError, match="no trace is running"):
             stub.StopProfile(common_pb2.StopProfileRequest(), timeout=TIMEOUT_S)
+
+
+def test_what_an_engine_that_is_there_does_not_answer_has_not_succeeded(start_server, monkeypatch, tmp_path):
+    running: list[str] = []
+    proceed = threading.Event()
+
+    def begin(profiler, directory):
+        if directory.endswith("1"):
+            assert proceed.wait(TIMEOUT_S)
+        running.append(directory)
+
+    monkeypatch.setattr(Profiler, "start", begin)
+    monkeypatch.setattr(Profiler, "stop", lambda profiler: running.pop())
+    monkeypatch.setattr(link_client, "CONTROL_TIMEOUT_S", 1.0)
+    with start_server(ServerConfig(enable_dev_endpoints=True), num_engines=2) as server, server.channel() as channel:
+        stub = VllmEngineStub(channel)
+        server.engine_sides[1].runner.gate.clear()
+        call = start(stub, rank=1)
+        until(lambda: server.engine_sides[1].engine.has_work)
+        assert not stub.FlushCache(common_pb2.FlushCacheRequest(), timeout=TIMEOUT_S).success
+        with pytest.raises(grpc.RpcError, match="engine 1 does not answer") as caught:
+            stub.StartProfile(common_pb2.StartProfileRequest(output_dir=str(tmp_path)), timeout=TIMEOUT_S)
+        assert (caught.value.code(), running) == (grpc.StatusCode.UNAVAILABLE, [])
+        proceed.set()
+        release(server)
+        list(call)
+        server.lose_engine(1)
+        until(lambda: not server.front_end.client.engines[1].is_connected)
+        assert stub.FlushCache(common_pb2.FlushCacheRequest(), timeout=TIMEOUT_S).success
 
 
 def test_an_engine_that_makes_no_progress_gets_nothing_new(start_server, monkeypatch):
