@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +43,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
     return resolve_spec(config)
 
 
+@functools.cache
 def weight_bytes(spec: ModelSpec, shards: Shards) -> int:
     """Of the whole model, or of one of its shards."""
     leaves = split_model(abstract_model(spec, jnp.bfloat16, shards=shards))[1]
@@ -123,7 +127,7 @@ def test_shapes_alone_are_those_of_the_loaded_model(golden: Callable[..., Any]) 
 def test_experts_of_other_devices_take_no_rows() -> None:
     # Six experts, this device has the first two; the third token is padding.
     expert = np.array([[0, 4], [1, 0], [1, 1], [5, 3]], np.int32)[np.array([0, 1, 3, 2])]
-    blocks = sort_into_blocks(jnp.asarray(expert), jnp.int32(3), 2, num_all_experts=6)
+    blocks = jax.jit(partial(sort_into_blocks, num_experts=2, num_all_experts=6))(jnp.asarray(expert), jnp.int32(3))
     size = len(blocks.token) // len(blocks.expert)
     assert int(blocks.num_used) == 2 and blocks.expert[:2].tolist() == [0, 1]
     assert blocks.row[0, 0] < size and blocks.row[1, 1] < size <= blocks.row[1, 0] < 2 * size

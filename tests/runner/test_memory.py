@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ from jaxserve.runner.memory import (
     MemoryPlan,
     check_token_budget,
     choose_num_pages,
+    fullest,
     kv_budget,
     num_pages_key,
     page_bytes,
@@ -104,6 +106,21 @@ def test_one_of_several_engines_takes_of_its_own_share(monkeypatch: pytest.Monke
     assert kv_budget(CONFIG, cpu, max_host_bytes=50 * GIB).size_bytes == GIB // 4
     with pytest.raises(ConfigError, match="more than is free"):
         kv_budget(CONFIG, cpu, max_host_bytes=GIB)
+
+
+def test_devices_that_share_a_model_share_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, config = jax.devices("cpu")[0], dataclasses.replace(CONFIG, tensor_parallel_size=4)
+    set_free(monkeypatch, 100 * GIB)
+    assert kv_budget(config, cpu).size_bytes == GIB // 4
+    set_free(monkeypatch, 2 * GIB)
+    assert kv_budget(config, cpu, state_bytes=GIB // 4).size_bytes == GIB // 16
+
+
+def test_the_fullest_gpu_bounds_the_pages() -> None:
+    gpus: Any = [FakeGPU(limit=92 * GIB, in_use=in_use * GIB) for in_use in (16, 20, 17)]
+    assert fullest(gpus) is gpus[1]
+    cpus = jax.devices("cpu")
+    assert fullest(cpus) is cpus[0]
 
 
 def test_gpu_gets_its_share_less_model_state_and_reserve() -> None:
