@@ -152,6 +152,15 @@ def test_block_size_follows_the_share_of_an_expert(num_tokens: int, top_k: int, 
 sort_compiled = jax.jit(sort_into_blocks, static_argnums=2)
 
 
+def test_eight_of_64_experts_multiply_less_than_a_third_of_the_rows_of_all() -> None:
+    rows = {}
+    for top_k in (8, 64):
+        expert = np.argsort(np.random.default_rng(0).standard_normal((256, 64)), axis=-1)[:, :top_k].astype(np.int32)
+        rows[top_k] = int(sort_compiled(expert, jnp.int32(256), 64).num_used) * block_size(256, top_k, 64)
+    assert rows[64] == 256 * 64
+    assert 256 * 8 <= rows[8] <= 0.3 * rows[64]
+
+
 @pytest.mark.parametrize(("num_all", "top_k", "num_experts"), [(1, 1, 4), (7, 2, 4), (24, 3, 5), (64, 2, 2), (6, 4, 64)])
 @given(seed=st.integers(0, 2**32), skew=st.sampled_from([0.0, 1.0, 30.0]), share=st.floats(0, 1))
 @settings(max_examples=30, deadline=None)  # the first example compiles
