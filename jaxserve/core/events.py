@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.core.sequence import FinishReason
@@ -68,7 +68,7 @@ class TokenEvent:
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
-    _: KW_ONLY
+    # Given by name. Not keyword-only: Python would look up each default by its name, for every token.
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     embedding: list[float] | None = None

@@ -57,6 +57,7 @@ class Sequence:
         num_dropped: For each KV group, leading entries of its table that no token will see any more: they are the null page.
         drop_at: Number of tokens, computed and committed, at which the next page may be dropped.
         attend_at: Number of those from which on a commit has more to do for the sequence than to append a token; 0 is always.
+        decodes_until: Number of computed tokens below which the next token needs no new page, and is neither known nor the last; 0 is none.
         page_hashes: Chained hashes of the sequence's full pages, as far as they were needed; the same for every KV group.
         slot: Place in the device's slot state while running, else None.
         penalty_slot: Place in the penalty state while running, when the parameters need one.
@@ -85,6 +86,7 @@ class Sequence:
     num_dropped: list[int] = field(default_factory=list)
     drop_at: int = 0
     attend_at: int = 0
+    decodes_until: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     slot: int | None = None
     penalty_slot: int | None = None

@@ -50,27 +50,38 @@ class Planner:
         return draft.to_plan()
 
     def _schedule_running(self, draft: StepDraft) -> None:
-        page_size, num_groups, step_id, rows = self._limits.page_size, self._limits.num_groups, draft.step_id, draft.single_rows
+        step_id, rows = draft.step_id, draft.single_rows
         new = tuple.__new__  # makes a Row in half the time of `Row(...)`, for each decoding sequence in each step
         # Preemption takes sequences from the end of the list, always behind the loop or at it.
         for i, seq in enumerate(self._roster.running):
             if draft.budget == 0:
                 return
             start = seq.num_computed_tokens
-            if start < seq.rope_length:  # tokens known at admission are left: not a decode yet
-                self._schedule_prefill(seq, i, draft)
+            if start >= seq.decodes_until and not self._may_decode(seq, i, draft):
                 continue
-            if start + 1 >= seq.max_length:  # a dispatched step samples its last token
-                continue
-            if start >= len(seq.page_tables[0]) * page_size:
-                if not self._make_room(seq, num_groups, draft):
-                    continue
-                self._pages.grow(seq, start + 1, draft.page_writes)
             rows.append(new(Row, (seq.seq_id, seq.slot, start, 1, (), True, seq.params.logprobs, None, (), 0)))
             seq.num_computed_tokens = start + 1
             seq.num_pending_tokens += 1
             seq.last_step_id = step_id
             draft.budget -= 1
+
+    def _may_decode(self, seq: Sequence, i: int, draft: StepDraft) -> bool:
+        """Whether a running sequence computes its last sampled token in this step, for which it gets a page if it needs one.
+
+        One whose prompt is not computed is given a chunk of it instead.
+        """
+        start = seq.num_computed_tokens
+        if start < seq.rope_length:  # tokens known at admission are left
+            self._schedule_prefill(seq, i, draft)
+            return False
+        if start + 1 >= seq.max_length:  # a dispatched step samples its last token
+            return False
+        if start >= len(seq.page_tables[0]) * self._limits.page_size:
+            if not self._make_room(seq, self._limits.num_groups, draft):
+                return False
+            self._pages.grow(seq, start + 1, draft.page_writes)
+        seq.decodes_until = min(len(seq.page_tables[0]) * self._limits.page_size, seq.max_length - 1)
+        return True
 
     def _schedule_prefill(self, seq: Sequence, i: int, draft: StepDraft) -> None:
         # Decodes behind in the list come first, so that a long prompt does not stall them; one token keeps the prefill moving.

@@ -112,7 +112,7 @@ class SequencePages:
         sequence.page_tables = [list(table) for table in prefix]
         if self._dropping:
             sequence.num_dropped = [table.count(NULL_PAGE) for table in prefix]
-        sequence.drop_at = sequence.attend_at = 0
+        sequence.decodes_until = sequence.drop_at = sequence.attend_at = 0
         sequence.num_computed_tokens = len(prefix[0]) * self._page_size
 
     def grow(self, sequence: Sequence, length: int, page_writes: list[PageWrite]) -> None:
