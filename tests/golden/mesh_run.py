@@ -2,7 +2,8 @@
 
 `python mesh_run.py CASES GOLDEN_DIR SCRATCH_DIR` with cases such as `llama3-rope/4`, `qwen3-moe/2/experts` or `qwen3/8/twice`; a line of
 JSON for each tells what was computed and what lies where. "experts" is expert parallelism; "twice" doubles every head and kv head, which
-computes the same and can be cut twice as often; "built" has the engine built as it is served.
+computes the same and can be cut twice as often; "odd" leaves out the last token of the vocabulary; "built" has the engine built as it is
+served.
 """
 
 from __future__ import annotations
@@ -81,6 +82,23 @@ def _repeated(array: np.ndarray, num_groups: int) -> np.ndarray:
     return np.repeat(array.reshape(num_groups, -1, *array.shape[1:]), 2, axis=0).reshape(-1, *array.shape[1:])
 
 
+class Odd:
+    """A checkpoint without the last token."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._checkpoint = checkpoint
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor without the last token."""
+        rows, *rest = self._checkpoint.shape(name)
+        return (rows - (name in ("embed_tokens.weight", "lm_head.weight")), *rest)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """The tensor, or some rows of it."""
+        array: np.ndarray = self._checkpoint.read(name, rows or slice(0, self.shape(name)[0]))
+        return array
+
+
 class Counted:
     """A checkpoint that counts the elements read of each tensor."""
 
@@ -124,8 +142,7 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
         engine = build_engine(config)
         runner = engine.runner
     else:
-        checkpoint, is_doubled = open_checkpoint(converted), "twice" in options
-        runner, num_read = _runner(checkpoint, int(count), has_expert_parallel=has_expert_parallel, is_doubled=is_doubled)
+        runner, num_read = _runner(open_checkpoint(converted), int(count), options)
         engine = _engine(runner)
     expected = json.loads((source / "expected.json").read_text())
     return {
@@ -139,15 +156,17 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _runner(checkpoint: Any, count: int, *, has_expert_parallel: bool, is_doubled: bool) -> tuple[ModelRunner, Counter[str]]:
+def _runner(checkpoint: Any, count: int, options: list[str]) -> tuple[ModelRunner, Counter[str]]:
     """The runner, and how many elements of each tensor were read for it."""
     spec = resolve_spec(checkpoint.config)
-    if is_doubled:
+    if "twice" in options:
         checkpoint, spec = Doubled(checkpoint, spec), doubled_spec(spec)
+    if "odd" in options:
+        checkpoint, spec = Odd(checkpoint), dataclasses.replace(spec, vocab_size=spec.vocab_size - 1)
     source = Counted(checkpoint)
     mesh = device_mesh(jax.devices()[:count])
     assert mesh is not None
-    model = load_model_on_mesh(spec, source, jnp.float32, mesh=mesh, has_expert_parallel=has_expert_parallel)
+    model = load_model_on_mesh(spec, source, jnp.float32, mesh=mesh, has_expert_parallel="experts" in options)
     shape = RunnerShape(
         buckets=Buckets(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,)), num_pages=NUM_PAGES, page_size=PAGE_SIZE,
         max_model_len=MAX_LEN, max_penalty_slots=MAX_SEQS,

@@ -16,9 +16,14 @@ import pytest
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.tensors import tensor_shapes
 
-CASES = {"llama3-rope/2/built": {}, "mixtral/4/experts": {}, "deepseek-v3/8/twice": {"num_attention_heads": 8, "num_key_value_heads": 8}}
-"""Dense, experts dealt out, latent attention with experts that are cut; with what of the config is changed."""
-WHOLE = re.compile(r"norm|router|q_a_proj|kv_a_proj")
+CASES = {
+    "starcoder2/2/built": {},
+    "mixtral/4/experts/odd": {"vocab_size": 319},
+    "deepseek-v3/8/twice": {"num_attention_heads": 8, "num_key_value_heads": 8},
+}
+"""Dense with biases; experts dealt out, and a vocabulary that cannot be; latent attention, with experts that are cut. Each with what of its
+config is changed."""
+WHOLE = re.compile(r"norm|router|q_a_proj|kv_a_proj|(o|down)_proj\.bias")
 """Tensors that every device holds."""
 
 
@@ -89,6 +94,6 @@ def test_devices_add_up_twice_a_layer_and_gather_the_logits_alone(result: dict[s
 
 
 def test_an_engine_says_by_how_many_it_is_shared(results: dict[str, dict[str, Any]]) -> None:
-    result = results["llama3-rope/2/built"]
+    result = results["starcoder2/2/built"]
     size, kv_cache_bytes, device = result["info"]
     assert size == 2 and kv_cache_bytes == result["pages_bytes"] and device.startswith("2 x cpu")
