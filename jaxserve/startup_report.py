@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from jaxserve.checkpoint_report import size
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.engine.info import EngineInfo, engine_name
+from jaxserve.engine.info import EngineInfo, engine_name, smallest
 
 
 def stage_line(name: str, seconds: float, detail: str = "") -> str:
@@ -25,12 +25,14 @@ def summary(infos: Sequence[EngineInfo], endpoints: Mapping[str, str], changes: 
     """The summary, one fact a line.
 
     Args:
-        infos: About each engine. All have the same settings, so facts are those of the first, but for a line about each of several.
+        infos: About each engine. All have the same settings, so facts are those of the first, but for a line about each of several, and
+            the context, which is that of the one with least room.
         endpoints: Protocol to address, such as {"HTTP": "http://127.0.0.1:8000"}.
         changes: Settings that differ from their defaults: name, value, origin (see `changed_settings`).
     """
     info = infos[0]
-    concurrency = (info.num_pages - 1) * info.page_size / info.max_model_len
+    least = smallest(infos)
+    concurrency = (least.num_pages - 1) * least.page_size / least.max_model_len
     cached = f", {info.num_cached_programs} of them from the compile cache" if info.num_cached_programs else ""
     rows = [
         ("model", info.model),
@@ -38,7 +40,7 @@ def summary(infos: Sequence[EngineInfo], endpoints: Mapping[str, str], changes: 
         ("device", info.device),
         ("attention", f"{info.attention} ({info.attention_reason})"),
         ("KV cache", _kv_cache(info)),
-        ("context", f"{info.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
+        ("context", f"{least.max_model_len:,} tokens; {concurrency:.1f} such sequences fit at once"),
         ("step", f"at most {info.max_num_seqs:,} sequences and {info.max_num_batched_tokens:,} tokens"),
         ("programs", f"{info.num_programs}{cached}"),
         *((engine_name(i, len(infos)), f"{each.device}, {_kv_cache(each)}") for i, each in enumerate(infos) if len(infos) > 1),

@@ -54,6 +54,9 @@ def test_summary() -> None:
         ["engine", "1", "cpu, 1 threads, 50 pages x 16 = 800 tokens, 768.0 MiB"],
         ["HTTP", "http://127.0.0.1:8000"],
     ]
+    narrow = replace(fewer, max_model_len=80)
+    for infos in ([info, narrow], [narrow, info]):
+        assert "context                     80 tokens; 10.0 such sequences fit at once" in summary(infos, {})
 
 
 def test_lines_and_sizes() -> None:

@@ -6,7 +6,7 @@ Knows no JAX. Filled by `engine.build`; read by `engine.admission` and by everyt
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,3 +77,8 @@ class EngineInfo:
         for name in ("architectures", "eos_token_ids"):
             values[name] = tuple(values[name])
         return cls(**values)
+
+
+def smallest(infos: Iterable[EngineInfo]) -> EngineInfo:
+    """The facts of the engine that takes least, so that what fits it fits all of a server; there is at least one."""
+    return min(infos, key=lambda info: (info.max_model_len, info.num_pages))

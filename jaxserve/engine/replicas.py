@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxserve.core.request import Request
 from jaxserve.engine.event_stream import EventStream
-from jaxserve.engine.info import EngineInfo, engine_name
+from jaxserve.engine.info import EngineInfo, engine_name, smallest
 from jaxserve.engine.link_client import EngineClient
 from jaxserve.engine.routing import Router, fingerprints
 from jaxserve.engine.stats import EngineStats
@@ -90,7 +90,7 @@ class Replicas:
         known = [engine.info for engine in self.engines if engine.num_connections]
         if not known:
             raise EngineUnavailable(self.why)
-        return min(known, key=lambda info: (info.max_model_len, info.num_pages))
+        return smallest(known)
 
     @property
     def is_healthy(self) -> bool:
