@@ -6,6 +6,7 @@ so the pure layers' tests stay fast. Fixtures are in `tests/conftest.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -21,6 +22,10 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A test reaches no hub; one about hubs sets HF_ENDPOINT to a stand-in of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("HF_TOKEN", None)
+if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    # Compiling is most of what tests wait for, and LLVM's optimizations are half of that. Tests of real models and some of tiny ones
+    # ask for the usual level. Where NVIDIA's compiler is installed, it is tested, and the flag would reach it.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 
 def pytest_configure(config: pytest.Config) -> None:

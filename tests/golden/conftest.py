@@ -69,23 +69,19 @@ class RealBuckets(Buckets):
         return Bucket(rows, rows, rows, is_decode=True), mixed, mixed._replace(tokens=64, has_prompt_logprobs=True)
 
 
-@pytest.fixture(scope="module")
-def real_buckets() -> Iterator[None]:
-    """What `build_engine` builds in this module has few programs: a real model's take long to compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "Buckets", RealBuckets)
-        yield
-
-
-class QuickRunner(ModelRunner):
-    """Compiles without XLA's costly optimizations and for greedy requests alone: what is tested is what the models compute.
-
-    Drawing at random is nearly half of a tiny model's program and the same in all of them (tests/runner/test_sampling.py).
-    """
+class ServedRunner(ModelRunner):
+    """Compiles with XLA's optimizations, as programs are served, and not as tests ask by default (conftest.py at the root)."""
 
     def lower(self, bucket: Bucket) -> Callable[[], Any]:
         lower = super().lower(bucket)
-        return lambda: SimpleNamespace(compile=partial(lower().compile, {"xla_backend_optimization_level": 0}))
+        return lambda: SimpleNamespace(compile=partial(lower().compile, {"xla_backend_optimization_level": 3}))
+
+
+class QuickRunner(ModelRunner):
+    """Compiles for greedy requests alone: what is tested is what the models compute.
+
+    Drawing at random is nearly half of a tiny model's program and the same in all of them (tests/runner/test_sampling.py).
+    """
 
     def compile(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         with pytest.MonkeyPatch.context() as patch:
@@ -99,13 +95,28 @@ def greedy_token(logits: jax.Array, *_: object) -> jax.Array:
     return jnp.where(jnp.isfinite(best), sampling.first_true(logits == best[:, None]), -1)
 
 
+@pytest.fixture(scope="module")
+def served_runner() -> type[ModelRunner]:
+    """The class `ServedRunner`."""
+    return ServedRunner
+
+
+@pytest.fixture(scope="module")
+def real_programs() -> Iterator[None]:
+    """What `build_engine` builds in this module is optimized and has few programs: a real model's take long to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "Buckets", RealBuckets)
+        patch.setattr(build, "ModelRunner", ServedRunner)
+        yield
+
+
 class TinyModel:
     """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs.
 
-    A quick one has few programs, compiled quickly, and is for greedy requests alone.
+    A quick one has few programs and is for greedy requests alone; a served one is optimized.
     """
 
-    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool) -> None:
+    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool, is_served: bool) -> None:
         if not converted.exists():  # one compiled again, after others took its place, was converted before
             convert(next(source.glob("*.gguf"), source), converted)
         checkpoint = open_checkpoint(converted)
@@ -117,7 +128,8 @@ class TinyModel:
         buckets = ladder(MAX_SEQS, decode_rows=(MAX_SEQS,), mixed_tokens=(MAX_TOKENS,), has_prompt_logprobs=True, has_pooling=has_pooling)
         shape = RunnerShape(buckets=buckets, num_pages=ARRAY_PAGES, page_size=page_size, max_model_len=MAX_LEN,
                             max_penalty_slots=MAX_SEQS, has_full_logprobs=True)  # fmt: skip
-        self.runner = (QuickRunner if is_quick else ModelRunner)(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
+        runner = QuickRunner if is_quick else ServedRunner if is_served else ModelRunner
+        self.runner = runner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
         self.runner.compile()
 
     def engine(self, *, async_scheduling: bool = False, **changes: object) -> Engine:
@@ -139,8 +151,8 @@ class TinyModel:
 
 
 @functools.lru_cache(maxsize=4)  # compiled programs take memory maps, of which Linux gives a process 65,530
-def _tiny_model(source: Path, converted: Path, page_size: int, has_pooling: bool, is_quick: bool) -> TinyModel:
-    return TinyModel(source, converted, page_size, has_pooling=has_pooling, is_quick=is_quick)
+def _tiny_model(source: Path, converted: Path, page_size: int, **kind: bool) -> TinyModel:
+    return TinyModel(source, converted, page_size, **kind)
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +160,9 @@ def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """`tiny_model(folder, page_size)`: the last few are kept."""
     root = tmp_path_factory.mktemp("converted")
 
-    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False, is_quick: bool = False) -> TinyModel:
-        name = f"{folder}-{page_size}{'-pooling' * has_pooling}{'-quick' * is_quick}"
-        return _tiny_model(golden_dir / folder, root / name, page_size, has_pooling, is_quick)
+    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False, is_quick: bool = False, is_served: bool = False) -> TinyModel:
+        kind = {"has_pooling": has_pooling, "is_quick": is_quick, "is_served": is_served}
+        return _tiny_model(golden_dir / folder, root / folder, page_size, **kind)
 
     return make
 

@@ -6,6 +6,7 @@ Other tests hold the float32 ones to another implementation's; measured once, th
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def logprobs_of(directory, prompts, dtype):
     shape = (1 + num_groups * len(prompts), num_parts, num_kv_heads, PAGE_SIZE, head_dim)
     pages = tuple(jnp.zeros(shape, dtype) for _ in range(spec.num_page_arrays))
 
-    @jax.jit
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
     def step(weights, tokens, ctx, pages):
         model = merge_model(model_def, weights)
         hidden, _, _ = model.forward(tokens, ctx, pages, is_decode=False)

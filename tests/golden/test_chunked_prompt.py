@@ -14,10 +14,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "chunked_prompt.py"
 NUM_TOKENS, CHUNK = 8000, 512
 
 
-def test_8000_tokens_in_chunks_equal_one_pass(demo_model):
+def test_8000_tokens_in_chunks_equal_one_pass(demo_model, served_runner, monkeypatch):
     spec = importlib.util.spec_from_file_location("chunked_prompt", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "ModelRunner", served_runner)
     prompt = script.LongPrompt(demo_model, NUM_TOKENS, (CHUNK,), num_layers=2)
     whole, cut = prompt.run(NUM_TOKENS), prompt.run(CHUNK)
     assert (whole.num_steps, cut.num_steps) == (script.NUM_GREEDY, -(-NUM_TOKENS // CHUNK) - 1 + script.NUM_GREEDY)

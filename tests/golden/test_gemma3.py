@@ -23,7 +23,7 @@ def expected(golden_real_dir):
 
 
 @pytest.fixture(scope="module")
-def engine(gemma3_model, real_buckets):
+def engine(gemma3_model, real_programs):
     config = EngineConfig(model=str(gemma3_model), device="cpu", dtype="float32", max_model_len=3200, max_num_seqs=2,
                           max_num_batched_tokens=MAX_CHUNK, enable_prompt_logprobs=True)  # fmt: skip
     engine = build_engine(config)

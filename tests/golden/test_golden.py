@@ -30,7 +30,7 @@ PAGED = [
     *((folder, 8) for folder in LLAMAS + WINDOWED),
     *((folder, 16) for folder in ("gemma2", "llama4-text", "llama-dynamic-rope", "llama3-rope", "mistral-swa")),
 ]
-OPTIMIZED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
+SERVED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
 """Compiled as they are served; the others quickly."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 NUM_GREEDY = 24
@@ -92,7 +92,7 @@ def check_logits(model, results, prefix, dense_logprobs, has_prompt):
 
 @pytest.mark.parametrize(("folder", "page_size"), [*PAGED, *((folder, 8) for folder in OTHERS)])
 def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logprobs):
-    model = tiny_model(folder, page_size, is_quick=folder not in OPTIMIZED)
+    model = tiny_model(folder, page_size, is_quick=folder not in SERVED, is_served=folder in SERVED)
     for budget in (7, 64):
         engine = model.engine(max_num_batched_tokens=budget)
         cold = run(engine, requests(model, greedy_request, "cold", logprobs=-1, prompt_logprobs=-1))

@@ -20,7 +20,7 @@ def expected(golden_real_dir):
 
 
 @pytest.fixture(scope="module")
-def engine(demo_model, real_buckets):
+def engine(demo_model, real_programs):
     config = EngineConfig(model=str(demo_model), device="cpu", dtype="float32", max_model_len=3200, max_num_seqs=8,
                           max_num_batched_tokens=256, enable_prompt_logprobs=True)  # fmt: skip
     engine = build_engine(config)
