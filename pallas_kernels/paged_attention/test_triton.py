@@ -106,7 +106,7 @@ SPLIT = replace(DECODE, name="split", rows=((1, 1), (1, 128), (1, 129), (1, 300)
     "change",
     [
         {},
-        {"window": 150, "has_sinks": True},
+        {"window": 300, "has_sinks": True},
         {"chunk": 256, "num_parts": 1, "soft_cap": 3.0},
         {"is_decode": False, "rows": ((1, 300), (7, 200), (1, 1), (1, 640)), "has_sinks": True, "num_padding_tokens": 5},
         {"page_dtype": "uint8", "q_dtype": "float16", "rows": ((1, 40), (1, 600))},
@@ -163,22 +163,24 @@ def test_every_8_bit_number_is_read_exactly(dtype: Any) -> None:
     np.testing.assert_allclose(interpreted(spec, args)[0][0, 0], bits.view(dtype).astype(np.float32) * scale, rtol=1e-6)
 
 
-def far_page(spec: AttentionSpec) -> jax.Array:
-    """Runs in the interpreting process: the one page lies past 2^31 bytes, in memory that nobody else touches."""
-    args = make_args(spec)
-    num_pages = 2**31 // args.pages[0].nbytes + 8
-    pages = np.zeros((num_pages, *args.pages.shape[1:]), np.float32)
-    pages[num_pages - 1] = args.pages[args.page_tables[0, 0]]
-    tables = np.full_like(args.page_tables, num_pages - 1)
-    options = options_of(spec, args)
-    return triton.paged_attention(*args._replace(pages=pages, page_tables=tables), **options)  # NumPy arrays are not copied
+FAR = replace(DECODE, rows=((1, 3),), num_heads=2, num_kv_heads=1, page_dtype="int8", max_pages=1, num_padding_rows=1, num_padding_tokens=1)
 
 
-def test_page_past_two_to_the_31_bytes() -> None:
+def far_page() -> jax.Array:
+    """Runs in the interpreting process: the one page lies past 2^31 elements, in memory that nobody else touches."""
+    args = make_args(FAR)
+    options = options_of(FAR, args)
+    page, last = args.page_tables[0, 0], 2**31 // args.pages[0].size + 7
+    pages, scales = np.zeros((last + 1, *args.pages.shape[1:]), np.int8), np.zeros((last + 1, *args.pages.shape[1:4]), np.float32)
+    pages[last], scales[last] = args.pages[page], options["kv_scales"][page]
+    args = args._replace(pages=pages, page_tables=np.full_like(args.page_tables, last))
+    return triton.paged_attention(*args, **(options | {"kv_scales": scales}))  # NumPy arrays are not copied
+
+
+def test_page_past_two_to_the_31_elements() -> None:
     """Flat offsets into the page array need 64 bits."""
-    spec = replace(DECODE, rows=((1, 3),), num_padding_rows=1, num_padding_tokens=1, num_heads=2, num_kv_heads=1, head_dim=8, max_pages=1)
-    near, _ = interpreted(spec, make_args(spec))
-    np.testing.assert_array_equal(triton_on_numpy.run(far_page, spec)[0], near)
+    near, _ = interpreted(FAR, make_args(FAR))
+    np.testing.assert_array_equal(triton_on_numpy.run(far_page)[0], near)
 
 
 @pytest.mark.parametrize(

@@ -73,20 +73,22 @@ def test_nan_of_a_token_shows_in_the_scale_of_its_vector() -> None:
     assert np.argwhere(np.isnan(written)).tolist() == [[2, 0, 1, 5]]
 
 
-def far_page() -> jax.Array:
-    """Runs in the interpreting process: writes into a page past 2^31 bytes, in memory that nobody else touches; returns that page."""
-    pages = np.zeros((2**31 // 4096 + 8, 2, 1, 8, 64), np.float32)
+def far_page() -> tuple[np.ndarray, np.ndarray]:
+    """Runs in the interpreting process: writes into a page past 2^31 elements, in memory that nobody else touches; returns that page."""
+    pages = np.zeros((2**31 // 1024 + 8, 2, 1, 8, 64), np.int8)
+    scales = np.zeros(pages.shape[:4], np.float32)
     k = np.ones((1, 1, 64), np.float32)
     where = np.array([len(pages) - 1], np.int32), np.array([3], np.int32)
-    written: jax.Array = triton_write_kv(pages, k, 2 * k, *where)
-    return written[-1]
+    triton_write_kv(pages, k, 2 * k, *where, scales=scales)  # NumPy arrays are written where they are
+    return pages[-1], scales[-1]
 
 
-def test_page_past_two_to_the_31_bytes() -> None:
-    page, _ = triton_on_numpy.run(far_page)
-    expected = np.zeros_like(page)
-    expected[0, :, 3], expected[1, :, 3] = 1.0, 2.0
+def test_page_past_two_to_the_31_elements() -> None:
+    (page, scales), _ = triton_on_numpy.run(far_page)
+    expected, expected_scales = np.zeros_like(page), np.zeros_like(scales)
+    expected[:, :, 3], expected_scales[:, 0, 3] = 127, np.array([1, 2], np.float32) / np.float32(127)
     np.testing.assert_array_equal(page, expected)
+    np.testing.assert_array_equal(scales, expected_scales)
 
 
 @pytest.mark.parametrize("card", ["H200", "A100", "A10", "L40", "B200", "RTX_PRO_6000"])
