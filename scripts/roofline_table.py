@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Writes the roofline table of docs/performance.md: compiles the decode steps of five models for an H200 with none here. Minutes.
 
-    JAX_PLATFORMS=cpu .venv-cuda12/bin/python scripts/roofline_table.py
+    JAX_PLATFORMS=cpu .venv-cuda12/bin/python scripts/roofline_table.py [MODEL ...]
 
 Needs the environment of `scripts/gates`, which also finds a stale table (tests/deviceless/test_roofline.py).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jaxserve.bench import hlo, roofline
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 CONFIGS = ROOT / "tests" / "deviceless" / "configs"
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 8, "qwen3-30b-a3b": 1, "gemma-3-27b": 1, "deepseek-v2-lite": 1}
-MARKED = re.compile(r"(<!-- roofline -->\n).*(<!-- end of roofline -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- roofline -->\n)(.*)(<!-- end of roofline -->)", re.DOTALL)
 HEAD = (
     "| model | batch | context | needed GB | moved GB | moved / needed | TFLOP | floor ms | bound | tokens/s at the floor | fits |\n"
     "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |\n"
@@ -50,24 +50,27 @@ def rows(name: str, step: WholeStep, floors: Iterable[Floor]) -> list[str]:
     return lines
 
 
-def main() -> int:
-    """Returns the exit status."""
-    lines: list[str] = []
-    for name, num_devices in MODELS.items():
-        step = WholeStep(resolve_spec(json.loads((CONFIGS / f"{name}.json").read_text())), num_devices=num_devices)
+def main(names: Sequence[str]) -> int:
+    """Writes the rows of the named models anew, or of all; returns the exit status."""
+    for name in names or MODELS:
+        step = WholeStep(resolve_spec(json.loads((CONFIGS / f"{name}.json").read_text())), num_devices=MODELS[name])
+        lines: list[str] = []
         for batch in roofline.BATCHES:
             count = roofline.decode_rows(step, batch)
             program = step.lower(Bucket(count, count, count, is_decode=True), MIN_PAGES).compile()
             lines += rows(name, step, roofline.decode_floors(step, batch, hlo.parse(program.as_text())))
             print(lines[-1], flush=True)
-    text = PAGE.read_text(encoding="utf-8")
-    filled = MARKED.sub(lambda match: match[1] + HEAD + "\n".join(lines) + "\n" + match[2], text)
-    if not MARKED.search(text):
-        print(f"{PAGE} has no place for the table: <!-- roofline --> ... <!-- end of roofline -->", file=sys.stderr)
-        return 1
-    PAGE.write_text(filled, encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
+        if (place := MARKED.search(text)) is None:
+            print(f"{PAGE} has no place for the table: <!-- roofline --> ... <!-- end of roofline -->", file=sys.stderr)
+            return 1
+        # Each model's rows are written when they are there: the whole takes minutes.
+        kept = [line for line in place[2].splitlines()[2:] if line and not line.startswith(f"| {name}")]
+        order = list(MODELS)
+        table = sorted([*kept, *lines], key=lambda line: order.index(line[2:].partition(" ")[0].rstrip(",")))
+        PAGE.write_text(MARKED.sub(lambda match: match[1] + HEAD + "\n".join(table) + "\n" + match[3], text), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -82,11 +82,18 @@ class GroupedProduct:
     tile_out: int = 128
 
     def cost(self, num_blocks: int, num_used: float, block_size: int) -> hlo.Cost:
-        """Bytes and operations; `num_used` may be an expectation."""
+        """Bytes and operations; `num_used` may be an expectation.
+
+        Rows, which all tiles of outputs read again, count once, as they do in XLA's own products (`reread_bytes` has the rest).
+        """
         tiles = -(-self.num_outputs // self.tile_out)
-        loaded = num_used * self.item * self.num_inputs * (self.num_outputs + tiles * block_size) + 4 * tiles * (num_blocks + num_used)
+        loaded = num_used * self.item * self.num_inputs * (self.num_outputs + block_size) + 4 * tiles * (num_blocks + num_used)
         stored = num_blocks * block_size * self.num_outputs * self.item
         return hlo.Cost(loaded + stored, 2 * num_used * block_size * self.num_inputs * self.num_outputs)
+
+    def reread_bytes(self, num_used: float, block_size: int) -> float:
+        """What further tiles load of rows that the first has loaded: a few MB, which the second-level cache holds."""
+        return (-(-self.num_outputs // self.tile_out) - 1) * num_used * block_size * self.num_inputs * self.item
 
 
 def write_cost(num_tokens: int, vector_elements: int, num_parts: int, item: int = ITEM) -> hlo.Cost:
@@ -206,12 +213,12 @@ def _page_shape(attention: object) -> tuple[int, int, int | None]:
 
 def _expert_cost(spec: ModelSpec, batch: int, rows: int) -> hlo.Cost:
     """Of the products of all mixtures."""
-    from jaxserve.models.moe import block_size
+    from jaxserve.models.moe import SPARE_ON_GPU, block_size
 
     cost = hlo.Cost()
     for layer in spec.layers:
         if isinstance(moe := layer.mlp, MoESpec):
-            size = block_size(rows, moe.top_k, moe.num_experts)
+            size = block_size(rows, moe.top_k, moe.num_experts, SPARE_ON_GPU)
             copies = rows * moe.top_k
             num_blocks = min(copies, copies // size + moe.num_experts)
             num_used = expected_blocks(moe, batch, size)

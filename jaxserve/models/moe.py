@@ -23,6 +23,8 @@ from pallas_kernels import grouped_linear
 
 MIN_BLOCK, MAX_BLOCK = 4, 64
 """Rows of a block: about as many as an expert gets, so that few are padding and few blocks share an expert."""
+SPARE_ON_GPU = 2
+"""There padding rows cost next to nothing, and each further block of an expert reads its weights again."""
 
 
 class Choice(NamedTuple):
@@ -73,9 +75,9 @@ class Blocks(NamedTuple):
     num_used: Int32[Array, ""]
 
 
-def block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Rows of a block for a step of `num_tokens`."""
-    share = num_tokens * top_k / num_experts
+def block_size(num_tokens: int, top_k: int, num_experts: int, spare: int = 1) -> int:
+    """Rows of a block for a step of `num_tokens`: an expert's fair share, `spare` times, as far as MAX_BLOCK."""
+    share = spare * num_tokens * top_k / num_experts
     size = MIN_BLOCK
     while size < min(share, MAX_BLOCK):
         size *= 2
@@ -83,15 +85,15 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def sort_into_blocks(
-    expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int, *, num_all_experts: int | None = None
+    expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int, *, num_all_experts: int | None = None, spare: int = 1
 ) -> Blocks:
-    """Rows by expert, each expert's padded to whole blocks.
+    """Rows by expert, each expert's padded to whole blocks. `spare` is as for `block_size`.
 
     Tokens from `num_tokens` on are padding and get rows after all others, as do copies for experts outside `[0, num_experts)`, which other
     devices have; `num_all_experts` counts those too.
     """
     num_all, top_k = expert.shape
-    num_copies, size = num_all * top_k, block_size(num_all, top_k, num_all_experts or num_experts)
+    num_copies, size = num_all * top_k, block_size(num_all, top_k, num_all_experts or num_experts, spare)
     # Every expert with rows wastes less than a block; there are no more blocks than copies.
     num_blocks = min(num_copies, num_copies // size + num_experts)
     is_real = (jnp.arange(num_all) < num_tokens)[:, None]
@@ -108,7 +110,7 @@ def sort_into_blocks(
     sorted_row = first_row[sorted_expert] + jnp.arange(num_copies) - first_copy[sorted_expert]
     row = jnp.zeros(num_copies, jnp.int32).at[order].set(sorted_row)
     token = jnp.zeros(num_blocks * size, jnp.int32).at[row].set(jnp.arange(num_copies) // top_k, mode="drop")
-    block_expert = jnp.minimum(jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right"), num_experts - 1)
+    block_expert = jnp.minimum(jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right", method="compare_all"), num_experts - 1)
     return Blocks(row.reshape(expert.shape), token, block_expert.astype(jnp.int32), last_block[-1])
 
 
@@ -161,10 +163,11 @@ class MoE(nnx.Module):
 
     def _blocks(self, expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""]) -> Blocks:
         spec, num_local = self.spec, num_local_experts(self.spec, self.shards)
+        spare = SPARE_ON_GPU if self.backend in ("triton", "mosaic_gpu") else 1
         if num_local == spec.num_experts:
-            return sort_into_blocks(expert, num_tokens, spec.num_experts)
+            return sort_into_blocks(expert, num_tokens, spec.num_experts, spare=spare)
         first = lax.axis_index(AXIS) * num_local
-        return sort_into_blocks(expert - first, num_tokens, num_local, num_all_experts=spec.num_experts)
+        return sort_into_blocks(expert - first, num_tokens, num_local, num_all_experts=spec.num_experts, spare=spare)
 
     def _activated(self, inner: Float[Array, "M 2F"]) -> jax.Array:
         gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)

@@ -20,6 +20,9 @@ from jaxserve.arrays import RecurrentState
 from jaxserve.models.shards import AXIS
 from jaxserve.models.spec import LatentAttentionSpec, ModelSpec
 
+GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+"""Pages fill the memory on purpose. XLA takes that for a program that is too large, and computes and reads a part of it twice."""
+
 WHOLE = PartitionSpec()
 WEIGHT = PartitionSpec(AXIS)
 """What the devices hold lies one behind the other along the first axis; see `models.loader`."""
@@ -44,6 +47,8 @@ class Placement:
         assert device is not None or mesh is not None, "neither device nor mesh"
         self.device, self.mesh = device, mesh
         self.is_shared = mesh is not None and mesh.size > 1
+        first: Any = device if mesh is None else mesh.devices.flat[0]
+        self._is_cpu = first.platform == "cpu"
 
     def whole(self, partition: Any, parts: Any) -> Any:
         """Shapes of the arrays whose parts on one device have the shapes `parts`; `partition` is a prefix of that tree."""
@@ -62,7 +67,7 @@ class Placement:
         """The jitted function; `inputs` and `outputs` say how its arguments and results are cut."""
         if self.is_shared:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return jax.jit(function, donate_argnums=donated)
+        return jax.jit(function, donate_argnums=donated, compiler_options=None if self._is_cpu else GPU_OPTIONS)
 
     def lowering(self) -> AbstractContextManager[Any]:
         """To lower inside of: kernels learn there what device they are for, also where this machine has none."""

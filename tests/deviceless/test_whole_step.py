@@ -83,6 +83,12 @@ def test_nothing_of_the_shape_of_weights_or_pages_is_copied(programs: Programs, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_computed_twice_to_save_memory(programs: Programs, family: str) -> None:
+    """XLA would do so, as pages fill the card on purpose."""
+    assert not [i.name for i in programs.module(family).everything() if ".remat" in i.name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_pages_and_state_are_written_in_place(programs: Programs, family: str) -> None:
     plan = programs.plan
     aliased = programs.compiled(family).memory_analysis().alias_size_in_bytes
