@@ -108,12 +108,10 @@ def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, pla
 
     @pl.when(warpgroup == _MEMORY)
     def _fetch() -> None:
-        plgpu.set_max_registers(40, action="decrease")
         tile.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
 
     @pl.when(warpgroup == _COMPUTE)
     def _attend() -> None:
-        plgpu.set_max_registers(232, action="increase")
 
         @pl.when(steps.count > 0)
         def _fetch_queries() -> None:

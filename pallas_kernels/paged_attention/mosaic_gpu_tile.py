@@ -161,6 +161,11 @@ def mask_values(values: Ref, start: jax.Array, steps: Walk) -> None:
 
     For tiles that are cut. Call `commit_smem` before the multiplication.
     """
-    position = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-    loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-    values[...] = jnp.where((position >= steps.first) & (position < steps.end), loaded, jnp.zeros_like(loaded))
+    kv_tile, width = values.shape
+    step = 64 if width % 64 == 0 else width  # few registers at once: the kernel's sums stay in theirs
+    position = start + plgpu.broadcasted_iota(jnp.int32, (kv_tile, step), 0, layout=plgpu.Layout.WGMMA)
+    is_inside = (position >= steps.first) & (position < steps.end)
+    for at in range(0, width, step):
+        columns = values.at[:, pl.ds(at, step)]
+        loaded = plgpu.load(columns, layout=plgpu.Layout.WGMMA)
+        columns[...] = jnp.where(is_inside, loaded, jnp.zeros_like(loaded))
