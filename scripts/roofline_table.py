@@ -68,7 +68,7 @@ def main(names: Sequence[str]) -> int:
         kept = [line for line in place[2].splitlines()[2:] if line and not line.startswith(f"| {name}")]
         order = list(MODELS)
         table = sorted([*kept, *lines], key=lambda line: order.index(line[2:].partition(" ")[0].rstrip(",")))
-        PAGE.write_text(MARKED.sub(lambda match: match[1] + HEAD + "\n".join(table) + "\n" + match[3], text), encoding="utf-8")
+        PAGE.write_text(text[: place.end(1)] + HEAD + "\n".join(table) + "\n" + text[place.start(3) :], encoding="utf-8")
     return 0
 
 

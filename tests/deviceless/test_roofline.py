@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(deviceless.unavailable_reason() is not None, rea
 ROOT = Path(__file__).parents[2]
 CLOSE = 0.02
 MORE = {"deepseek-v2-lite": {1024: 1.25}}
-"""By model and context, where more is moved: 256 rows of which each needs 32 MB of latent vectors hand on nearly as much between kernels."""
+"""By model and context, where more is moved: a row needs 32 MB of latent vectors and hands on nearly as much between kernels."""
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_expected_experts_and_blocks_by_hand() -> None:
 def test_a_decode_step_moves_little_more_than_it_must(programs: Programs) -> None:
     floors = roofline.decode_floors(programs.step, programs.step.max_num_seqs, programs.module("decode"))
     ratios = {floor.context: floor.ratio for floor in floors}
-    limits = {context: 1.15 for context in ratios} | MORE.get(programs.name, {})
+    limits = dict.fromkeys(ratios, 1.15) | MORE.get(programs.name, {})
     assert all(0.97 < ratio <= limits[context] for context, ratio in ratios.items()), ratios
 
 
