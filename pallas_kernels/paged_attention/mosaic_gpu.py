@@ -30,6 +30,9 @@ together. `mosaic_gpu_prefill` takes the other rows: tokens and heads lie on M, 
 multiple of 64 (80, 96) have a smaller swizzle (32 and 64 bytes), and decode's values, which have the head on M, are padded to 128
 columns by TMA, with zeros it does not read.
 
+What it leaves to `triton`: float32 pages (wgmma would multiply in tf32, 11 bits), latent pages of one part, and pages of 8 bits, whose
+scales a small page has too few of for a copy of TMA, which writes shared memory at multiples of 128 bytes.
+
 Does not know the tuning of a card (`mosaic_gpu_plan` has the heuristics). Rules: `reference`. Next: `mosaic_gpu_tile`.
 """
 
