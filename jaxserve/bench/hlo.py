@@ -28,6 +28,8 @@ COPIES = frozenset(("copy", "copy-start", "convert", "transpose", "reshape", "sl
 """They give what they were given, in another place, order or dtype, or a piece of it."""
 COLLECTIVES = frozenset(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"))
 SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+ELEMENTS_OF_ELEMENTS = frozenset(("bitcast", "copy", "convert", "reduce"))
+"""Each element that they give takes one of their first operand, or equally many; those of no other element."""
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _HEAD = re.compile(r"(?:ENTRY )?%([^ ]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([^ ]+) = ")
@@ -67,6 +69,11 @@ class Instruction:
     def num_bytes(self) -> int:
         """Bytes of the result."""
         return sum(shape.num_bytes for shape in self.shapes)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the result, or of its first part."""
+        return math.prod(self.shapes[0].dims)
 
     def called(self) -> str | None:
         """The computation of a fusion or call."""
@@ -337,20 +344,24 @@ def _bodies(instruction: Instruction) -> list[str]:
 
 def _bytes_read(body: Computation, users: dict[str, list[Instruction]], name: str) -> int:
     """Of one input: all of it, unless every use takes only a piece, or writes a piece in place."""
-    pieces = 0
+    if name not in users:
+        return 0
+    value = body[name]
+    return _elements_read(body, users, name) * value.num_bytes // value.num_elements if len(value.shapes) == 1 else value.num_bytes
+
+
+def _elements_read(body: Computation, users: dict[str, list[Instruction]], name: str) -> int:
+    """How many elements of a value inside a kernel are used: kernels compute, and load for it, no others. A result is used whole."""
+    size, taken = body[name].num_elements, 0
     for user in users.get(name, []):
-        if user.opcode in SLICES and user.operands[0] == name:
-            pieces += user.num_bytes
-        elif user.opcode in ("bitcast", "copy", "convert") and users.get(user.name):
-            inner = _bytes_read(body, users, user.name)
-            if inner >= user.num_bytes:
-                return body[name].num_bytes
-            pieces += inner
-        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
-            continue
-        else:
-            return body[name].num_bytes
-    return min(pieces, body[name].num_bytes)
+        is_first = user.operands[0] == name
+        if user.opcode in SLICES and is_first:
+            taken += _elements_read(body, users, user.name)
+        elif user.opcode in ELEMENTS_OF_ELEMENTS and is_first:
+            taken += _elements_read(body, users, user.name) * size // user.num_elements
+        elif not (user.opcode in ("dynamic-update-slice", "scatter") and is_first):
+            return size
+    return min(taken, size) if name in users else size  # what nothing uses is a result
 
 
 def _bytes_written(body: Computation, root: Instruction) -> int:

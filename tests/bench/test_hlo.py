@@ -46,7 +46,7 @@ ENTRY %main (x: bf16[8,128], weight: bf16[64,128], index: s32[4]) -> f32[4,1,128
   %loop = (s32[], bf16[64,128]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %wide = f32[64,128]{1,0} fusion(%weight), kind=kLoop, calls=%widened
   %call = bf16[8,64]{1,0} custom-call(%x, %weight), custom_call_target="ours", backend_config={opaque = "a\\9C\\"b)"}
-  ROOT %rows = f32[4,1,128]{2,1,0} fusion(%weight, %index), kind=kLoop, calls=%fused
+  ROOT %alls = f32[4,1,128]{2,1,0} fusion(%weight, %index), kind=kLoop, calls=%fused
 }
 """
 
@@ -77,6 +77,42 @@ def test_bytes_by_hand(module: hlo.Module) -> None:
     loop, widened, rows = 3 * 2 * weight, weight + 2 * weight, 4 * 128 * 2 + 16 + 4 * 128 * 4
     assert module.cost(custom_call=lambda _: Cost(7.0, 11.0)) == Cost(loop + widened + rows + 7, 11)
     assert module.cost().num_bytes == loop + widened + rows + 8 * 128 * 2 + weight + 8 * 64 * 2
+
+
+SUM_OF_PARTS = """HloModule step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%piece (parts: f32[8,64,160]) -> bf16[64,16] {
+  %parts = f32[8,64,160]{2,1,0} parameter(0)
+  %nothing = f32[] constant(0)
+  %whole = f32[64,160]{1,0} reduce(%parts, %nothing), dimensions={0}, to_apply=%add
+  %narrow = bf16[64,160]{1,0} convert(%whole)
+  %heads = bf16[64,5,32]{2,1,0} bitcast(%narrow)
+  %head = bf16[64,1,32]{2,1,0} slice(%heads), slice={[0:64], [4:5], [0:32]}
+  %left = bf16[64,1,16]{2,1,0} slice(%head), slice={[0:64], [0:1], [0:16]}
+  ROOT %out = bf16[64,16]{1,0} SHAPE
+}
+
+ENTRY %main (x: f32[8,64,160]) -> bf16[64,16] {
+  %x = f32[8,64,160]{2,1,0} parameter(0)
+  ROOT %kernel = bf16[64,16]{1,0} fusion(%x), kind=kLoop, calls=%piece
+}
+"""
+
+
+@pytest.mark.parametrize(("result", "used"), [("bitcast(%left)", 16), ("add(%left, %other)", 32), ("add(%left, %all)", 160)])
+def test_of_a_sum_only_the_elements_that_are_used_are_loaded(result: str, used: int) -> None:
+    """Eight parts are added and cut twice. The last line takes the half that was cut out, both halves, or all there was too."""
+    other = "%other = bf16[64,1,16]{2,1,0} slice(%head), slice={[0:64], [0:1], [16:32]}\n  "
+    everything = "%all = bf16[64,160]{1,0} negate(%narrow)\n  "
+    lines = (other if "%other" in result else "") + (everything if "%all" in result else "")
+    text = SUM_OF_PARTS.replace("ROOT %out", lines + "ROOT %out").replace("SHAPE", result)
+    assert hlo.parse(text).cost().num_bytes == 8 * 64 * used * 4 + 64 * 16 * 2
 
 
 def test_operations_of_a_compiled_product() -> None:
