@@ -7,6 +7,8 @@ would be without this file. Next: `runner.runner`.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -20,9 +22,6 @@ from jaxserve.arrays import RecurrentState
 from jaxserve.models.shards import AXIS
 from jaxserve.models.spec import LatentAttentionSpec, ModelSpec
 
-GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-"""Pages fill the memory on purpose. XLA takes that for a program that is too large, and computes and reads a part of it twice."""
-
 WHOLE = PartitionSpec()
 WEIGHT = PartitionSpec(AXIS)
 """What the devices hold lies one behind the other along the first axis; see `models.loader`."""
@@ -33,6 +32,15 @@ def memory_partition(spec: ModelSpec) -> tuple[Any, ...]:
     pages = WHOLE if isinstance(spec.paged_attention, LatentAttentionSpec) else PartitionSpec(None, None, AXIS)
     state: Any = RecurrentState(conv=cast(Any, PartitionSpec(None, None, AXIS)), matrix=cast(Any, PartitionSpec(None, AXIS)))
     return pages, WHOLE, WHOLE, (state,) * len(spec.recurrent_layers)
+
+
+def gpu_options(xla_flags: str) -> dict[str, str]:
+    """How programs for GPUs are compiled, beside what the user's XLA_FLAGS say, of which this option would replace the like.
+
+    Pages fill the memory on purpose. XLA takes that for a program that is too large, and computes and reads a part of it twice.
+    """
+    disabled = re.findall(r"--xla_disable_hlo_passes=(\S+)", xla_flags)
+    return {"xla_disable_hlo_passes": ",".join(["rematerialization", *disabled])}
 
 
 def device_mesh(devices: Sequence[jax.Device]) -> Mesh | None:
@@ -67,7 +75,8 @@ class Placement:
         """The jitted function; `inputs` and `outputs` say how its arguments and results are cut."""
         if self.is_shared:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return jax.jit(function, donate_argnums=donated, compiler_options=None if self._is_cpu else GPU_OPTIONS)
+        options = None if self._is_cpu else gpu_options(os.environ.get("XLA_FLAGS", ""))
+        return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
     def lowering(self) -> AbstractContextManager[Any]:
         """To lower inside of: kernels learn there what device they are for, also where this machine has none."""

@@ -1,8 +1,8 @@
 """How several engines of one server share a machine: GPUs, or cores and memory where the model runs on the CPU. Loads no JAX.
 
-On GPUs each engine sees tensor_parallel_size of them and no others; memory on the card is then its own. On the CPU each gets an equal part
-of the threads and of the memory that is free before the first one starts: a fixed amount, so that one that is started again finds the
-room it had. An engine that is alone gets no share and takes what it finds. Next: `supervisor`, which starts them.
+On GPUs each engine sees tensor_parallel_size of them and no others, also where it is the only one: JAX takes memory on every card it sees.
+On the CPU each gets an equal part of the threads and of the memory that is free before the first one starts: a fixed amount, so that one
+that is started again finds the room it had; one that is alone takes what it finds. Next: `supervisor`, which starts them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def shares(config: EngineConfig, count: int) -> list[Share]:
     Raises:
         ConfigError: There are too few GPUs, or GPUs that JAX cannot use.
     """
-    if count == 1:
-        return [Share()]
     platform = choose_platform(config.device, nvidia_driver(), cuda_plugin(), os.environ.get("JAX_PLATFORMS", ""))
     if platform == "cpu":
+        if count == 1:
+            return [Share()]
         num_threads = config.num_threads or max(1, usable_cores() // count)
         return [Share(num_threads=num_threads, max_host_bytes=free_memory() // count)] * count
     size, gpus = config.tensor_parallel_size, visible_gpus()
+    if count == 1 and len(gpus) <= size:
+        return [Share()]  # if that is too few, JAX knows better how many there are
     if count * size > len(gpus):
         raise ConfigError(
             f"data_parallel_size is {count} and tensor_parallel_size {size}: that takes {count * size} GPUs, and there are {len(gpus)} "

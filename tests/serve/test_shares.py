@@ -23,8 +23,15 @@ def eight_gpus(monkeypatch):
     monkeypatch.setattr(module, "visible_gpus", lambda: ["0", "1", "2", "3", "GPU-4", "5", "6", "7"])
 
 
-def test_one_engine_takes_what_it_finds(eight_gpus):
+def test_one_engine_takes_what_it_finds_of_a_cpu(cores_and_memory):
     assert shares(EngineConfig(model="m"), 1) == [Share()]
+
+
+def test_one_engine_leaves_the_gpus_alone_that_it_does_not_need(eight_gpus):
+    assert shares(EngineConfig(model="m"), 1) == [Share(environment={"CUDA_VISIBLE_DEVICES": "0"})]
+    assert shares(EngineConfig(model="m", tensor_parallel_size=2), 1) == [Share(environment={"CUDA_VISIBLE_DEVICES": "0,1"})]
+    for size in (8, 16):
+        assert shares(EngineConfig(model="m", tensor_parallel_size=size), 1) == [Share()]
 
 
 def test_on_the_cpu_threads_and_memory_are_cut_into_equal_parts(cores_and_memory):
