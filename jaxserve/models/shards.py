@@ -143,7 +143,8 @@ def _refusal(spec: ModelSpec, shards: Shards, reason: str) -> str:
     def works(count: int) -> bool:
         return _obstacle(spec, replace(shards, count=count)) is None
 
-    nearest = [next(filter(works, range(shards.count - 1, 0, -1))), *filter(works, range(shards.count + 1, MAX_SUGGESTED))][:2]
+    nearest = [next(filter(works, range(shards.count - 1, 0, -1))), *filter(works, range(shards.count + 1, MAX_SUGGESTED + 1))][:2]
     sizes = " or ".join(map(str, nearest))
-    without = ", or leave out --enable-expert-parallel" if shards.has_expert_parallel and "experts," in reason else ""
+    can_leave_out = shards.has_expert_parallel and _obstacle(spec, replace(shards, has_expert_parallel=False)) is None
+    without = ", or leave out --enable-expert-parallel" if can_leave_out else ""
     return f"tensor_parallel_size is {shards.count}, but {reason}. Give --tensor-parallel-size {sizes}{without}."

@@ -71,7 +71,10 @@ def set_up_devices(config: EngineConfig) -> list[jax.Device]:
             "Update the driver to what the plugin needs, or run on the CPU on purpose with --device cpu."
         ) from error
     if count > len(devices):
-        raise ConfigError(f"tensor_parallel_size is {count}, but JAX has {len(devices)} {kind} devices here. Give {len(devices)} or less.")
+        ways_out = f"Give --tensor-parallel-size {len(devices)} or less"
+        if kind == "cpu":  # it is cut only when JAX starts
+            ways_out += ", or load the model before anything else in this process uses JAX (without a device count in XLA_FLAGS)"
+        raise ConfigError(f"tensor_parallel_size is {count}, but JAX has {len(devices)} {kind} devices here. {ways_out}.")
     return devices[:count]
 
 

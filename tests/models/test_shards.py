@@ -90,6 +90,7 @@ def test_a_bias_is_added_once(golden: Callable[..., Any]) -> None:
         (DENSE | {"num_attention_heads": 6, "num_key_value_heads": 3}, Shards(2), "3 kv heads: 2 devices cannot share", "1 or 3."),
         (DENSE | {"intermediate_size": 100}, Shards(8), "100 units inside an MLP", "4."),
         (MIXTRAL, Shards(4, True), "6 experts, which 4", "2, or leave out --enable-expert-parallel."),
+        (MIXTRAL | {"intermediate_size": 98}, Shards(4, True), "6 experts, which 4", "--tensor-parallel-size 2."),
         (DENSE, Shards(2, True), "the model has no experts", "leave out --enable-expert-parallel."),
     ],
 )  # fmt: skip
