@@ -127,6 +127,14 @@ def test_long_rows_are_split(change: dict[str, Any]) -> None:
     check(spec)
 
 
+@pytest.mark.parametrize(("num_rows", "num_splits"), [(1, 32), (8, 32), (32, 8), (200, 2), (256, 1), (512, 1)])
+def test_rows_are_split_only_where_cores_would_be_idle(num_rows: int, num_splits: int) -> None:
+    sizes = triton.triton_sizes.single_token_sizes(
+        num_rows=num_rows, num_kv_heads=1, group=8, num_parts=2, head_dim=128, page_bytes=2, dot_bytes=2, max_keys=32768
+    )
+    assert sizes.num_splits == num_splits
+
+
 def test_rows_without_keys_give_zeros_with_sinks_too() -> None:
     spec = replace(SPLIT, has_sinks=True)
     args = make_args(spec)

@@ -12,8 +12,9 @@ MIN_DIM = 16
 """A side of a tile that tensor cores multiply, at least."""
 TILE_BYTES = 36 * 1024
 """Of a tile of queries, or of keys and values together: 128 x 128 or 32 x 576 elements of 16 bits."""
-PROGRAMS_WANTED = 512
-"""Programs that keep a large card busy: about four for each of the 132 cores of an H200."""
+PROGRAMS_WANTED = 256
+"""Programs that keep a large card busy: about two for each of the 132 cores of an H200, all running at once. With two tiles of some 36 KB
+on their way to each, more bytes are in flight than memory needs to be busy; further parts only cost sums that are written and read."""
 MAX_SPLITS = 32
 
 
