@@ -50,7 +50,7 @@ class GatesReport:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Adds the examples of a Hypothesis test."""
         statistics = getattr(item, "hypothesis_statistics", "")
-        self.counts["shapes"] += sum(map(int, re.findall(r"(\d+) passing examples", statistics)))
+        self.counts["shapes"] += sum(map(int, re.findall(r"(\d+) passing,", statistics)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Notes a module that skips itself."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.statistics import collector, describe_statistics
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -87,3 +93,21 @@ def test_the_lock_pins_hashes_and_names_no_index() -> None:
         text = path.read_text()
         assert "://" not in text
         assert all(PINNED.match(line) or line.startswith("    --hash=sha256:") for line in text.splitlines()), path
+
+
+def test_the_gates_count_what_is_drawn() -> None:
+    """As Hypothesis words it for pytest."""
+    statistics: list[Any] = []
+
+    @settings(max_examples=7, database=None)
+    @given(st.integers())
+    def drawn(_: int) -> None: ...
+
+    def note(stats: dict[str, Any]) -> None:
+        statistics.append(describe_statistics(stats | {"nodeid": "drawn"}))
+
+    with collector.with_value(note):
+        drawn()
+    report = runpy.run_path(str(ROOT / "scripts" / "gates_report.py"))["GatesReport"]()
+    report.pytest_runtest_teardown(SimpleNamespace(hypothesis_statistics=statistics[0]))
+    assert report.counts["shapes"] == 7
