@@ -44,7 +44,7 @@ def rows(name: str, step: WholeStep, floors: Iterable[Floor]) -> list[str]:
         cells = (
             cards, str(floor.batch), f"{floor.context:,}", f"{floor.needed_bytes / 1e9:.1f}", f"{floor.moved_bytes / 1e9:.1f}",
             f"{floor.ratio:.2f}", f"{floor.num_operations / 1e12:.2f}", f"{floor.floor_s * 1e3:.2f}", bound,
-            f"{float(f'{floor.batch / floor.floor_s:.3g}'):,.0f}", fits,  # three digits: the number of pages moves the fifth
+            f"{float(f'{floor.batch / floor.floor_s:.2g}'):,.0f}", fits,  # two digits: the number of pages moves the fourth
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
