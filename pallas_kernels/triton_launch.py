@@ -46,6 +46,11 @@ def launch(
     return _launch_on_gpu(kernel, grid, reads, writes, num_warps, num_stages, constants)
 
 
+def next_power(n: int) -> int:
+    """The smallest power of two that is at least n: sides of tiles must be powers of two."""
+    return 1 << (n - 1).bit_length()
+
+
 def _launch_on_gpu(
     kernel: Any,
     grid: tuple[int, ...],

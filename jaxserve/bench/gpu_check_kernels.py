@@ -74,20 +74,11 @@ def timed_specs(is_tiny: bool) -> tuple[AttentionSpec, ...]:
     )  # fmt: skip
 
 
-def needs_of(spec: AttentionSpec) -> dispatch.Needs:
-    """What a shape asks of an implementation."""
-    return dispatch.Needs(
-        head_dim=spec.head_dim, page_size=spec.page_size, num_parts=spec.num_parts, page_dtype=spec.page_dtype,
-        q_dtype=_query_dtype(spec), group=spec.num_heads // spec.num_kv_heads, window=spec.window, chunk=spec.chunk,
-        soft_cap=spec.soft_cap, has_sinks=spec.has_sinks,
-    )  # fmt: skip
-
-
 def routes(spec: AttentionSpec, args: AttentionArgs, prepared: Path | None) -> Iterator[tuple[str, Attend]]:
     """What can compute this shape here, by name."""
-    here = dispatch.this_device()
+    here, needs = dispatch.this_device(), replace(spec.needs, q_dtype=_query_dtype(spec))
     for name in dispatch.IMPLEMENTATIONS:
-        if name != "reference" and dispatch.lacks(name, here, needs_of(spec)) is None:
+        if name != "reference" and dispatch.lacks(name, here, needs) is None:
             yield name, functools.partial(paged_attention, **_options(spec, args), implementation=name)
     if prepared is not None and (path := prepared / _file_name(spec)).exists():
         import jaxlib.gpu_triton  # noqa: F401  registers the custom call's target

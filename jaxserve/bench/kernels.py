@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     for spec in specs:
         seconds[spec.name] = {}
         for name in names:
-            if (lack := dispatch.lacks(name, device, needs_of(spec))) is not None:
+            if (lack := dispatch.lacks(name, device, spec.needs)) is not None:
                 logger.info("%s does not serve %s; it lacks: %s", name, spec.name, lack)
                 continue
             sizes, seconds[spec.name][name] = bench.tune(spec, name) if args.tune else ({}, bench.seconds(spec, name))
@@ -98,14 +98,6 @@ def _shape(rows: int, tokens: int, keys: int, num_heads: int, num_kv_heads: int,
     return AttentionSpec(
         name=f"{kind} {rows}x{tokens} of {keys}", rows=((tokens, keys),) * rows, num_heads=num_heads, num_kv_heads=num_kv_heads,
         head_dim=head_dim, page_size=16, max_pages=keys // 16, page_dtype="bfloat16", q_dtype="bfloat16", is_decode=tokens == 1,
-    )  # fmt: skip
-
-
-def needs_of(spec: AttentionSpec) -> dispatch.Needs:
-    """What a shape asks of an implementation."""
-    return dispatch.Needs(
-        head_dim=spec.head_dim, page_size=spec.page_size, page_dtype=spec.page_dtype, q_dtype=spec.q_dtype,
-        group=spec.num_heads // spec.num_kv_heads,
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def paged_attention(
             may hold NaN.
         implementation: One of `dispatch.IMPLEMENTATIONS`; None takes the best one that this machine has.
 
-    Tokens that see no key (padding) give 0. Whatever lies in places that a token does not see, NaN included, never reaches
-    its output.
+    Tokens that see no key (padding) give 0. Whatever lies in places that no token of its row sees, NaN included, never reaches a token's
+    output. A NaN that a token sees may also reach those of its row that do not see it.
 
     Raises:
         ValueError: unknown or unavailable `implementation`.

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.dispatch import Needs
+
 DTYPES: dict[str, Any] = {
     "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8, "uint8": np.uint8
 }  # fmt: skip
@@ -63,6 +65,15 @@ class AttentionSpec:
         """Bytes of keys and values that the rows hold: what one layer must read at least once (no window)."""
         item = np.dtype(DTYPES[self.page_dtype]).itemsize
         return sum(length for _, length in self.rows) * self.num_parts * self.num_kv_heads * self.head_dim * item
+
+    @property
+    def needs(self) -> Needs:
+        """What the shape asks of an implementation."""
+        return Needs(
+            head_dim=self.head_dim, page_size=self.page_size, num_parts=self.num_parts, page_dtype=self.page_dtype, q_dtype=self.q_dtype,
+            group=self.num_heads // self.num_kv_heads, window=self.window, chunk=self.chunk, soft_cap=self.soft_cap,
+            has_sinks=self.has_sinks,
+        )  # fmt: skip
 
     def first_visible(self, position: int) -> int:
         """The first position that a token sees."""

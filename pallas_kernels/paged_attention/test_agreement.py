@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from pallas_kernels import deviceless, dispatch
-from pallas_kernels.dispatch import Device, Needs
+from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arg_specs import AttentionArgs, AttentionSpec, largest_value, make_args, make_scales, make_sinks
 from pallas_kernels.paged_attention.strategies import HEAD_DIMS, PAGE_DTYPES, PAGE_SIZES, attention_specs
@@ -53,13 +53,6 @@ GRID = (
 )
 
 
-def needs_of(spec: AttentionSpec) -> Needs:
-    return Needs(
-        head_dim=spec.head_dim, page_size=spec.page_size, num_parts=spec.num_parts, page_dtype=spec.page_dtype, q_dtype=spec.q_dtype,
-        group=spec.num_heads // spec.num_kv_heads, window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap, has_sinks=spec.has_sinks,
-    )  # fmt: skip
-
-
 def options_of(spec: AttentionSpec, args: AttentionArgs) -> dict[str, Any]:
     return {
         "is_decode": spec.is_decode, "scale": spec.head_dim**-0.5, "window": spec.window, "chunk": spec.chunk, "soft_cap": spec.soft_cap,
@@ -83,7 +76,7 @@ def check(spec: AttentionSpec) -> list[str]:
     """Runs all that can serve the shape; returns their names."""
     args = make_args(spec)
     expected = run(spec, args, "reference")
-    on_card = [name for name in ("mosaic_gpu", "triton") if dispatch.lacks(name, H200, needs_of(spec)) is None]
+    on_card = [name for name in ("mosaic_gpu", "triton") if dispatch.lacks(name, H200, spec.needs) is None]
     for name in (*HERE, *on_card):
         out = run(spec, args, name)
         bound = 1e-5 if name in HERE or spec.page_dtype == "float32" else 5e-3

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_sizes
 from pallas_kernels.paged_attention.triton_sizes import Sizes
-from pallas_kernels.triton_launch import launch
+from pallas_kernels.triton_launch import launch, next_power
 
 if TYPE_CHECKING:
     from pallas_kernels.dispatch import Needs
@@ -181,8 +181,8 @@ class _Call:
             num_warps=4,
             num_stages=1,
             constants=self.limits
-            | {"N": self.q.shape[1], "H": self.head_dim, "DIMS": triton_sizes.next_power(self.head_dim), "TILE": sizes.tile, "ROWS": rows}
-            | {"SPLITS": sizes.num_splits, "MIN_TILES": sizes.min_tiles, "SPLITS_PADDED": triton_sizes.next_power(sizes.num_splits)},
+            | {"N": self.q.shape[1], "H": self.head_dim, "DIMS": next_power(self.head_dim), "TILE": sizes.tile, "ROWS": rows}
+            | {"SPLITS": sizes.num_splits, "MIN_TILES": sizes.min_tiles, "SPLITS_PADDED": next_power(sizes.num_splits)},
         )[0]
 
 

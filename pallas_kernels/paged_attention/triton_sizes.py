@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.triton_launch import next_power
+
 MIN_DIM = 16
 """A side of a tile that tensor cores multiply, at least."""
 TILE_BYTES = 36 * 1024
@@ -43,11 +45,6 @@ class Sizes:
     def tokens(self) -> int:
         """Tokens of a program."""
         return self.block_m // self.heads
-
-
-def next_power(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def head_pieces(head_dim: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantized_kv import LARGEST
-from pallas_kernels.triton_launch import launch
+from pallas_kernels.triton_launch import launch, next_power
 
 
 def write_kv(
@@ -39,7 +39,7 @@ def write_kv(
         num_stages=1,
         constants={
             "K": num_kv_heads, "PARTS": num_parts, "PAGE_SIZE": page_size, "H": head_dim,
-            "HEADS": 1 << (num_kv_heads - 1).bit_length(), "DIMS": 1 << (head_dim - 1).bit_length(),
+            "HEADS": next_power(num_kv_heads), "DIMS": next_power(head_dim),
             "LARGEST": 0.0 if scales is None else LARGEST[pages.dtype.name], "IS_FP8": pages.dtype == jnp.uint8,
         },
     )  # fmt: skip
