@@ -15,7 +15,7 @@ from jaxserve.bench import hlo
 from jaxserve.bench.whole_step import WholeStep
 from jaxserve.models.load import split_model
 from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec
-from jaxserve.runner.memory import page_bytes, tree_bytes
+from jaxserve.runner.memory import group_limits, page_bytes, tree_bytes
 from pallas_kernels import deviceless
 from pallas_kernels.paged_attention.triton_sizes import single_token_sizes
 
@@ -180,7 +180,7 @@ def decode_floors(step: WholeStep, batch: int, module: hlo.Module) -> list[Floor
             cost = cost.plus(attention.cost([context] * batch))
             kv_bytes += batch * (attention.visible(context) + 1) * parts * heads * attention.head_dim * ITEM
         logits = batch * step.spec.vocab_size // step.num_devices * 4
-        held = weights + batch * len(spec.kv_groups) * -(-context // step.page_size) * page_bytes(spec, step.page_size, "bfloat16")
+        held = weights + batch * pages_held(spec, context, step.page_size) * page_bytes(spec, step.page_size, "bfloat16")
         floors.append(
             Floor(
                 batch=batch, context=context, needed_bytes=weights - unused + kv_bytes + logits, moved_bytes=cost.num_bytes,
@@ -193,6 +193,12 @@ def decode_floors(step: WholeStep, batch: int, module: hlo.Module) -> list[Floor
 def decode_rows(step: WholeStep, batch: int) -> int:
     """Rows of the smallest decode bucket that takes the batch."""
     return next(rows for rows in step.shape.buckets.decode_rows if rows >= batch)
+
+
+def pages_held(spec: ModelSpec, context: int, page_size: int) -> int:
+    """Pages of a sequence with `context` keys, of all its groups: those with a window or chunk have dropped what no token sees any more."""
+    last = context - 1
+    return sum(last // page_size - group.first_visible(last) // page_size + 1 for group in group_limits(spec))
 
 
 def _nothing_for_ours(call: hlo.Instruction) -> hlo.Cost | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxserve.bench import roofline
 from jaxserve.bench.roofline import Attention, GroupedProduct
+from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import MoESpec
 from pallas_kernels import deviceless, triton_on_numpy
 from pallas_kernels.grouped_linear.api import grouped_linear
@@ -17,7 +19,7 @@ from pallas_kernels.grouped_linear.arg_specs import make_args as grouped_args
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arg_specs import AttentionSpec, make_args
 from pallas_kernels.write_kv.api import write_kv
-from tests.deviceless.conftest import Programs
+from tests.deviceless.conftest import CONFIGS, Programs
 
 pytestmark = pytest.mark.skipif(deviceless.unavailable_reason() is not None, reason=str(deviceless.unavailable_reason()))
 
@@ -83,6 +85,15 @@ def test_expected_experts_and_blocks_by_hand() -> None:
     assert roofline.expected_experts(moe, 2) == pytest.approx(1.5)
     assert roofline.expected_blocks(moe, 2, 1) == pytest.approx(2.0)
     assert roofline.expected_blocks(moe, 2, 4) == pytest.approx(1.5)
+
+
+def test_pages_held_by_hand() -> None:
+    """Pages of 16. All keys: 63 pages for 1,000 of them. A window of 100 at key 999 begins at 900, in page 56 of 0 to 62."""
+    config = json.loads((CONFIGS / "gemma-3-27b.json").read_text())
+    spec = resolve_spec(config | {"sliding_window": 100})
+    num_windows = sum(group.window is not None for group in spec.kv_groups)
+    assert 0 < num_windows < len(spec.kv_groups)
+    assert roofline.pages_held(spec, 1000, 16) == 7 * num_windows + 63 * (len(spec.kv_groups) - num_windows)
 
 
 def test_a_decode_step_moves_little_more_than_it_must(programs: Programs) -> None:
