@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,18 +28,21 @@ class GatesReport:
         self.skipped: list[str] = []
 
     def watch_lowering(self) -> None:
-        """Counts what goes through `deviceless.lower_for`."""
+        """Counts what is lowered for a card: kernels by `deviceless.lower_for`, whole steps by `WholeStep.lower`."""
+        from jaxserve.bench.whole_step import WholeStep
         from pallas_kernels import deviceless
 
-        lower_for = deviceless.lower_for
+        def counting(lower: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **options: Any) -> Any:
+                lowered = lower(*args, **options)
+                self.counts["programs"] += 1
+                self.kernels.update(deviceless.kernel_payloads(lowered))
+                return lowered
 
-        def counted(*args: Any, **options: Any) -> Any:
-            lowered = lower_for(*args, **options)
-            self.counts["programs"] += 1
-            self.kernels.update(deviceless.kernel_payloads(lowered))
-            return lowered
+            return counted
 
-        deviceless.lower_for = counted
+        for owner, name in ((deviceless, "lower_for"), (WholeStep, "lower")):
+            setattr(owner, name, counting(getattr(owner, name)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Adds up what a test recorded, and notes a skip."""
