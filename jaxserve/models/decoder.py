@@ -4,6 +4,10 @@ Built from loaded arrays by `load.load_model`. Knows nothing of requests, bucket
 
 The residual stream is float32 whatever the activations' dtype: rounding it after every layer was most of the error of bfloat16 runs.
 What attention and MLP read, compute and give is in the activations' dtype.
+
+Several devices add up what each computes of attention and MLP. In a large step each then keeps the residual stream of its share of the
+tokens only, and norms those: a sum that is dealt out, and the tokens gathered again where they are read, tell as much as a sum that
+everybody gets (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from jaxserve.models.moe import MoE
 from jaxserve.models.norm import Norm
 from jaxserve.models.recurrent import GatedDeltaNet, RecurrentInputs, recurrent_inputs
 from jaxserve.models.rope import rotary_tables
-from jaxserve.models.shards import AXIS, UNCUT, Shards
+from jaxserve.models.shards import AXIS, UNCUT, Shards, deals_out_tokens
 from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
 
 type Memory = jax.Array | RecurrentState
@@ -53,23 +57,25 @@ class DecoderLayer(nnx.Module):
         self.norms = nnx.Dict(norms)
 
     def __call__(
-        self, x: Float[Array, "T D"], inputs: LayerInputs | RecurrentInputs, memory: Memory, *, is_decode: bool
+        self, x: Float[Array, "tokens D"], inputs: LayerInputs | RecurrentInputs, memory: Memory, *, is_decode: bool
     ) -> tuple[jax.Array, Memory]:
-        """Returns the residual stream `[T, D]` after the layer, float32 as it came, and its memory with the step's tokens."""
-        read, num_tokens = self._read("attention_norm", x), inputs.row_start[-1]
+        """Returns the residual stream after the layer, float32 as it came, of all tokens or of this device's; and its memory with the
+        step's tokens."""
+        is_dealt = x.shape[0] < inputs.token_row.shape[0]
+        read, num_tokens = self._read("attention_norm", x, is_dealt), inputs.row_start[-1]
         mixer: Any = self.attention  # each kind takes inputs and memory of its own kind
         out, memory = mixer(read, inputs, memory, is_decode=is_decode)
         if not self.block.is_parallel:
-            x = x + self._added("attention_out_norm", summed(out, self.shards))
-            hidden = self.mlp(self._read("mlp_norm", x), num_tokens)
-            return x + self._added("mlp_out_norm", summed(hidden, self.shards)), memory
-        hidden = self.mlp(read if self.block.has_shared_norm else self._read("mlp_norm", x), num_tokens)
-        out, hidden = summed((out, hidden), self.shards)
+            x = x + self._added("attention_out_norm", summed(out, self.shards, is_dealt))
+            hidden = self.mlp(self._read("mlp_norm", x, is_dealt), num_tokens)
+            return x + self._added("mlp_out_norm", summed(hidden, self.shards, is_dealt)), memory
+        hidden = self.mlp(read if self.block.has_shared_norm else self._read("mlp_norm", x, is_dealt), num_tokens)
+        out, hidden = summed((out, hidden), self.shards, is_dealt)
         return x + (self._added("attention_out_norm", out) + self._added("mlp_out_norm", hidden)), memory
 
-    def _read(self, norm: str, x: jax.Array) -> jax.Array:
-        """What attention or MLP reads of the residual stream, in the activations' dtype."""
-        return self.norms[norm](x, self.dtype) if norm in self.norms else x.astype(self.dtype)
+    def _read(self, norm: str, x: jax.Array, is_dealt: bool) -> jax.Array:
+        """What attention or MLP reads of the residual stream, of all tokens, in the activations' dtype."""
+        return gathered(self.norms[norm](x, self.dtype) if norm in self.norms else x.astype(self.dtype), is_dealt)
 
     def _added(self, norm: str, out: jax.Array) -> jax.Array:
         """What is added to the residual stream for an output of attention or MLP, float32."""
@@ -128,7 +134,8 @@ class Decoder(nnx.Module):
         """
         inputs, recurrent = self._layer_inputs(ctx), recurrent_inputs(ctx)
         arrays, before, after = list(pages), iter(states), []
-        hidden = self._embedded(token_ids, ctx.position)
+        is_dealt = deals_out_tokens(token_ids.shape[0], self.spec.hidden_size * self.dtype.itemsize, self.shards)
+        hidden = self._embedded(token_ids, ctx.position, is_dealt)
         for layer, spec, place in zip(self.layers, self.spec.layers, self.spec.kv_places, strict=True):
             graphdef, weights = nnx.split(layer)
             if place is None:
@@ -137,7 +144,7 @@ class Decoder(nnx.Module):
             else:
                 group, j = place
                 hidden, arrays[j] = _run_layer(graphdef, is_decode, weights, hidden, inputs[group, spec.attention.rope], arrays[j])
-        return self.norm(hidden, self.dtype), tuple(arrays), tuple(after)
+        return gathered(self.norm(hidden, self.dtype), is_dealt), tuple(arrays), tuple(after)
 
     def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
         """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
@@ -150,24 +157,27 @@ class Decoder(nnx.Module):
             logits = logits * spec.multiplier
         return logits if spec.soft_cap is None else spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
 
-    def _embedded(self, token_ids: Int32[Array, "T"], position: Int32[Array, "T"]) -> jax.Array:
+    def _embedded(self, token_ids: Int32[Array, "T"], position: Int32[Array, "T"], is_dealt: bool) -> jax.Array:
+        """The residual stream before the first layer, of all tokens or of this device's."""
         spec, positions = self.spec.embedding, self.positions.get_value()
-        hidden = self._looked_up(token_ids).astype(jnp.float32)
+        hidden = self._looked_up(token_ids, is_dealt).astype(jnp.float32)
         if spec.multiplier != 1.0:
             hidden = hidden * jnp.asarray(spec.multiplier, self.dtype).astype(jnp.float32)
         if positions is not None:
+            if is_dealt:
+                position = position.reshape(self.shards.count, -1)[lax.axis_index(AXIS)]
             hidden = hidden + positions.at[position + spec.position_offset].get(mode="clip").astype(jnp.float32)
         return hidden
 
-    def _looked_up(self, token_ids: Int32[Array, "T"]) -> jax.Array:
-        """The tokens' rows of the embedding."""
+    def _looked_up(self, token_ids: Int32[Array, "T"], is_dealt: bool) -> jax.Array:
+        """The rows of the embedding, of all tokens or of this device's."""
         embed = self.embed[...]
         if self.shards.count == 1:
             return embed.at[token_ids].get(mode="clip")
         # Each token's row is on one device, where it is nobody else's zero.
         row = jnp.clip(token_ids, 0, self.spec.vocab_size - 1) - lax.axis_index(AXIS) * embed.shape[0]
         is_here = (row >= 0) & (row < embed.shape[0])
-        return summed(jnp.where(is_here[:, None], embed.at[row].get(mode="clip"), 0), self.shards)
+        return summed(jnp.where(is_here[:, None], embed.at[row].get(mode="clip"), 0), self.shards, is_dealt)
 
     def _layer_inputs(self, ctx: AttentionInputs) -> dict[tuple[int, RopeSpec | None], LayerInputs]:
         """What the layers of each group and each rotary embedding read."""
@@ -192,9 +202,16 @@ class Decoder(nnx.Module):
         }
 
 
-def summed[T](partial_sums: T, shards: Shards) -> T:
-    """What attention or MLP gives, or both, from what the devices give."""
-    return partial_sums if shards.count == 1 else lax.psum(partial_sums, AXIS)
+def summed[T](partial_sums: T, shards: Shards, is_dealt: bool) -> T:
+    """What attention or MLP gives, or both, from what the devices give `[T, D]`: of all tokens, or each device its T / tp of them."""
+    if shards.count == 1:
+        return partial_sums
+    return lax.psum_scatter(partial_sums, AXIS, tiled=True) if is_dealt else lax.psum(partial_sums, AXIS)
+
+
+def gathered(x: Float[Array, "tokens D"], is_dealt: bool) -> jax.Array:
+    """All tokens of what each device may have a share of."""
+    return lax.all_gather(x, AXIS, tiled=True) if is_dealt else x
 
 
 @partial(jax.jit, static_argnums=(0, 1))

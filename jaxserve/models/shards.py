@@ -20,6 +20,8 @@ from jaxserve.models.tensors import tensor_shapes
 AXIS = "tp"
 """The mesh axis that models are cut along."""
 MAX_SUGGESTED = 256
+MIN_DEALT_BYTES = 1 << 20
+"""Of a step's activations, from which on its tokens are dealt out: below that a sum takes as long as its latency, and two halves twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ def shard_spec(spec: ModelSpec, shards: Shards) -> ModelSpec:
     if (reason := _obstacle(spec, shards)) is not None:
         raise ConfigError(_refusal(spec, shards, reason))
     return replace(spec, layers=tuple(_shard_layer(layer, shards) for layer in spec.layers))
+
+
+def deals_out_tokens(num_tokens: int, token_bytes: int, shards: Shards) -> bool:
+    """Whether each device keeps the residual stream of a share of the tokens only; `token_bytes` is the size of a token's activations."""
+    return shards.count > 1 and num_tokens % shards.count == 0 and num_tokens * token_bytes >= MIN_DEALT_BYTES
 
 
 def num_vocab_rows(spec: ModelSpec, shards: Shards) -> int:

@@ -2,8 +2,8 @@
 
 `python mesh_run.py CASES GOLDEN_DIR SCRATCH_DIR` with cases such as `llama3-rope/4`, `qwen3-moe/2/experts` or `qwen3/8/twice`; a line of
 JSON for each tells what was computed and what lies where. "experts" is expert parallelism; "twice" doubles every head and kv head, which
-computes the same and can be cut twice as often; "odd" leaves out the last token of the vocabulary; "built" has the engine built as it is
-served.
+computes the same and can be cut twice as often; "odd" leaves out the last token of the vocabulary; "dealt" deals out the tokens of the
+smallest steps too; "built" has the engine built as it is served.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
+from jaxserve.models import shards
 from jaxserve.models.load import load_model_on_mesh
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import AttentionSpec, ModelSpec
@@ -41,6 +42,7 @@ from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, NUM_PAGES, PAGE_SIZE = 4, 64, 84, 128, 16
+MIN_DEALT_BYTES = shards.MIN_DEALT_BYTES
 QUICK = {"xla_backend_optimization_level": 0}
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -129,6 +131,7 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
     """One case: the tokens, the bytes that weights and pages take on the fullest device, and the collectives of each program."""
     folder, count, *options = case.split("/")
     converted, source = scratch / folder, golden / folder
+    shards.MIN_DEALT_BYTES = 0 if "dealt" in options else MIN_DEALT_BYTES
     if not converted.exists():
         convert(next(source.glob("*.gguf"), source), converted)
     has_expert_parallel = "experts" in options
@@ -150,7 +153,7 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
         "tokens": generate(engine, expected["prompts"]),
         "weights_bytes": device_bytes(runner._weights),
         "pages_bytes": device_bytes(runner._pages),
-        "collectives": [Counter(_collectives(program.as_text())) for program in runner._steps.values()],
+        "collectives": [(bucket.tokens, Counter(_collectives(program.as_text()))) for bucket, program in runner._steps.items()],
         "num_read": num_read,
         "info": [engine.info.tensor_parallel_size, engine.info.kv_cache_bytes, engine.info.device],
     }

@@ -18,12 +18,13 @@ from jaxserve.models.tensors import tensor_shapes
 
 CASES = {
     "starcoder2/2/built": {},
-    "mixtral/4/experts/odd": {"vocab_size": 319},
-    "deepseek-v3/8/twice": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "gpt2/2/dealt": {},
+    "mixtral/4/experts/odd/dealt": {"vocab_size": 319},
+    "deepseek-v3/8/twice/dealt": {"num_attention_heads": 8, "num_key_value_heads": 8},
 }
-"""Dense with biases; experts dealt out, and a vocabulary that cannot be; latent attention, with experts that are cut. Each with what of its
-config is changed."""
-WHOLE = re.compile(r"norm|router|q_a_proj|kv_a_proj|(o|down)_proj\.bias")
+"""Dense with biases; learned positions; experts dealt out, and a vocabulary that cannot be; latent attention, with experts that are cut.
+Each with what of its config is changed."""
+WHOLE = re.compile(r"norm|router|positions|q_a_proj|kv_a_proj|(o|down)_proj\.bias")
 """Tensors that every device holds."""
 
 
@@ -86,11 +87,15 @@ def test_each_device_holds_its_heads_of_the_pages(result: dict[str, Any], golden
     assert result["pages_bytes"] == 4 * spec.num_page_arrays * 128 * num_parts * max(1, num_kv_heads // count) * 16 * head_dim
 
 
-def test_devices_add_up_twice_a_layer_and_gather_the_logits_alone(result: dict[str, Any], golden_dir: Path) -> None:
-    spec, _ = spec_and_count(result, golden_dir)
+def test_devices_add_up_twice_a_layer_and_gather_the_logits(result: dict[str, Any], golden_dir: Path) -> None:
+    """Where tokens are dealt out, they are gathered as often as they are added up: for attention, for the MLP, and at the end."""
+    spec, count = spec_and_count(result, golden_dir)
+    sums = 2 * spec.num_layers + 1
     assert len(result["collectives"]) >= 2
-    for collectives in result["collectives"]:
-        assert collectives == {"all-reduce": 2 * spec.num_layers + 1, "all-gather": 1}
+    for num_tokens, collectives in result["collectives"]:
+        is_dealt = "dealt" in result["case"] and num_tokens % count == 0
+        wanted = {"reduce-scatter": sums, "all-gather": sums + 1} if is_dealt else {"all-reduce": sums, "all-gather": 1}
+        assert collectives == wanted
 
 
 def test_an_engine_says_by_how_many_it_is_shared(results: dict[str, dict[str, Any]]) -> None:
