@@ -57,7 +57,7 @@ def main(names: Sequence[str]) -> int:
         lines: list[str] = []
         for batch in roofline.BATCHES:
             count = roofline.decode_rows(step, batch)
-            program = step.lower(Bucket(count, count, count, is_decode=True), MIN_PAGES).compile()
+            program = step.lower(Bucket(count, count, count, is_decode=True), MIN_PAGES).compile(roofline.COMPILER_OPTIONS)
             lines += rows(name, step, roofline.decode_floors(step, batch, hlo.parse(program.as_text())))
             print(lines[-1], flush=True)
         text = PAGE.read_text(encoding="utf-8")

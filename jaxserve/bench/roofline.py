@@ -26,6 +26,9 @@ BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (1024, 8192, 32768)
 ITEM = 2
 """Bytes of an element of weights, activations and pages."""
+COMPILER_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
+"""To compile what is counted. On a card XLA times how to split each product over its inputs; without one it splits many into parts that are
+added up in float32 through memory. Unsplit, a product moves its operands and its result."""
 OURS = frozenset(("attend", "add_splits", "write", "multiply_blocks"))
 
 
@@ -106,7 +109,8 @@ class Floor:
     """One decode step of `batch` rows that each hold `context` keys, on each card.
 
     Attributes:
-        needed_bytes: Every weight that the step uses read once, keys and values read, new ones and logits written.
+        needed_bytes: Every weight that the step uses read once, keys and values read, new ones and logits written; of each sum over
+            several cards what one must tell the others, and they it.
         moved_bytes: What the program loads and stores.
         num_operations: Of its products.
         held_bytes: Weights and pages: they may be more than the card has.
@@ -183,11 +187,20 @@ def decode_floors(step: WholeStep, batch: int, module: hlo.Module) -> list[Floor
         held = weights + batch * pages_held(spec, context, step.page_size) * page_bytes(spec, step.page_size, "bfloat16")
         floors.append(
             Floor(
-                batch=batch, context=context, needed_bytes=weights - unused + kv_bytes + logits, moved_bytes=cost.num_bytes,
-                num_operations=cost.num_operations, held_bytes=held,
+                batch=batch, context=context, needed_bytes=weights - unused + kv_bytes + logits + told_bytes(step, batch),
+                moved_bytes=cost.num_bytes, num_operations=cost.num_operations, held_bytes=held,
             )
         )  # fmt: skip
     return floors
+
+
+def told_bytes(step: WholeStep, batch: int) -> float:
+    """Read to be sent, and written as received, by each of several cards: of every sum over them each has 1 / n to add up.
+
+    The sums are those of attention and MLP (one for both in a parallel block) and of the embedding.
+    """
+    num_sums = 1 + step.spec.num_layers * (1 if step.spec.block.is_parallel else 2)
+    return num_sums * batch * step.spec.hidden_size * ITEM * 2 * (step.num_devices - 1) / step.num_devices
 
 
 def decode_rows(step: WholeStep, batch: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.bench import hlo
+from jaxserve.bench import hlo, roofline
 from jaxserve.bench.whole_step import WholeStep
 from jaxserve.models.registry import resolve_spec
 from jaxserve.runner.memory import MIN_PAGES, MemoryPlan
@@ -38,7 +38,8 @@ class Programs:
         """The program with as many pages as the plan has."""
         if family not in self._compiled:
             bucket = self.step.decode_bucket if family == "decode" else self.step.mixed_bucket
-            self._compiled[family] = self.step.lower(bucket, self.plan.num_pages).compile()
+            options = roofline.COMPILER_OPTIONS if family == "decode" else None
+            self._compiled[family] = self.step.lower(bucket, self.plan.num_pages).compile(options)
         return self._compiled[family]
 
     def module(self, family: str) -> hlo.Module:

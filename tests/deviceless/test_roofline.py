@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxserve.bench import roofline
 from jaxserve.bench.roofline import Attention, GroupedProduct
+from jaxserve.bench.whole_step import WholeStep
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import MoESpec
 from pallas_kernels import deviceless, triton_on_numpy
@@ -85,6 +87,13 @@ def test_expected_experts_and_blocks_by_hand() -> None:
     assert roofline.expected_experts(moe, 2) == pytest.approx(1.5)
     assert roofline.expected_blocks(moe, 2, 1) == pytest.approx(2.0)
     assert roofline.expected_blocks(moe, 2, 4) == pytest.approx(1.5)
+
+
+def test_told_bytes_by_hand() -> None:
+    """Two cards, three rows: each sends half of every sum of 3 x 8,192 numbers, and receives as much; 161 sums in 80 layers."""
+    step = WholeStep(resolve_spec(json.loads((CONFIGS / "llama-3.1-70b.json").read_text())), num_devices=2)
+    assert roofline.told_bytes(step, 3) == 161 * 3 * 8192 * 2
+    assert roofline.told_bytes(replace(step, num_devices=1), 3) == 0
 
 
 def test_pages_held_by_hand() -> None:

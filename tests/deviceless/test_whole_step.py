@@ -115,16 +115,20 @@ def test_memory_is_what_the_plan_forecast(programs: Programs, family: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_devices_tell_each_other_sums_only(programs: Programs, family: str) -> None:
-    """Two sums a layer and one of the embedding; besides, each device's part of the logits."""
+def test_devices_tell_each_other_sums_and_tokens_only(programs: Programs, family: str) -> None:
+    """Two sums a layer and one of the embedding, dealt out and gathered again; besides, each device's part of the logits."""
     module, step = programs.module(family), programs.step
+    bucket = step.decode_bucket if family == "decode" else step.mixed_bucket
     collectives = Counter(i.opcode.removesuffix("-start") for i in module.collectives())
     if step.num_devices == 1:
         assert not collectives
         return
-    assert collectives.keys() <= {"all-reduce", "all-gather"}
-    assert collectives["all-reduce"] <= 2 * step.spec.num_layers + 1
+    num_sums = 2 * step.spec.num_layers + 1
+    assert collectives.keys() == {"reduce-scatter", "all-gather"}
+    assert collectives["reduce-scatter"] <= num_sums
     gathered = [i for i in module.collectives() if "all-gather" in i.opcode]
-    logits_rows = (step.decode_bucket if family == "decode" else step.mixed_bucket).logits_rows
-    assert len(gathered) <= 1
-    assert all(max(shape.num_bytes for shape in i.shapes) <= 4 * logits_rows * (step.spec.vocab_size + step.num_devices) for i in gathered)
+    tokens = [i for i in gathered if (bucket.tokens, step.spec.hidden_size) in [shape.dims for shape in i.shapes]]
+    assert len(tokens) <= num_sums
+    rest = [max(shape.num_bytes for shape in i.shapes) for i in gathered if i not in tokens]
+    assert len(rest) <= 1
+    assert all(size <= 4 * bucket.logits_rows * (step.spec.vocab_size + step.num_devices) for size in rest)
