@@ -38,6 +38,7 @@ from jaxserve.models.load import load_model, split_model
 from jaxserve.models.registry import resolve_spec
 from jaxserve.runner import step as step_module
 from jaxserve.runner.layout import StepLayout
+from jaxserve.runner.logits import Logits
 from jaxserve.runner.pending_step import PendingModelStep
 from jaxserve.runner.prepare import prepare
 from jaxserve.runner.runner import RunnerShape, page_array_shapes, penalty_state_shapes, slot_state_shapes
@@ -163,8 +164,8 @@ def test_the_ten_stations(checkpoint: Any, device: Device, engine: Engine, golde
     # 7 sample: the step's last act.
     seen: list[jax.Array] = []
 
-    def sample_and_look(logits: jax.Array, *arguments: Any, **options: Any) -> Any:
-        seen.append(logits)
+    def sample_and_look(logits: Logits, *arguments: Any, **options: Any) -> Any:
+        seen.append(logits.rows())
         return sample(logits, *arguments, **options)
 
     monkeypatch.setattr(step_module, "sample", sample_and_look)

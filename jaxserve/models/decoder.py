@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.arrays import AttentionInputs, KVPages, RecurrentState, RecurrentStates
+from jaxserve.arrays import AttentionInputs, KVPages, PageArray, RecurrentState, RecurrentStates
 from jaxserve.models.attention import Attention, LayerInputs
 from jaxserve.models.linear import linear
 from jaxserve.models.mla import LatentAttention
@@ -35,7 +35,7 @@ from jaxserve.models.rope import rotary_tables
 from jaxserve.models.shards import AXIS, UNCUT, Shards, deals_out_tokens
 from jaxserve.models.spec import BlockSpec, ModelSpec, RopeSpec
 
-type Memory = jax.Array | RecurrentState
+type Memory = PageArray | RecurrentState
 """What a layer keeps of earlier tokens: its page array, or its recurrent state."""
 
 
@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
         dtype: Of the activations, but for the residual stream.
         backend: Implementation of the head's product, a name of `pallas_kernels.dispatch`.
         shards: With several, each device has its own rows of `embed` and `head`, padded to equal numbers, and its own part of the layers;
-            the methods are then called inside `shard_map` over `shards.AXIS`, and give the same on every device.
+            the methods are then called inside `shard_map` over `shards.AXIS`, and but for `logits` give the same on every device.
     """
 
     def __init__(
@@ -147,12 +147,11 @@ class Decoder(nnx.Module):
         return gathered(self.norm(hidden, self.dtype), is_dealt), tuple(arrays), tuple(after)
 
     def logits(self, hidden: Float[Array, "R D"]) -> jax.Array:
-        """Next-token logits `[R, V]` float32 of hidden states that `forward` returned."""
+        """Next-token logits `[R, V]` float32 of hidden states that `forward` returned. With shards only those of this device's rows of the
+        head, `[R, num_vocab_rows]`: what is read off them may be less than would be gathered (`runner.logits`)."""
         head, spec = self.head.get_value(), self.spec.head
         weight = self.embed[...] if head is None else head
         logits = linear(hidden, weight, self.head_bias.get_value(), out_dtype=jnp.float32, backend=self.backend)
-        if self.shards.count > 1:
-            logits = lax.all_gather(logits, AXIS, axis=1, tiled=True)[:, : self.spec.vocab_size]
         if spec.multiplier != 1.0:
             logits = logits * spec.multiplier
         return logits if spec.soft_cap is None else spec.soft_cap * jnp.tanh(logits / spec.soft_cap)

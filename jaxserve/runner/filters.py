@@ -5,7 +5,7 @@ of a token is exp(-below_best). Each filter keeps the tokens within some distanc
 Nothing sorts or accumulates a whole row: the bound is read off the few largest values, or found by bisection when the kept
 set is larger; the draw is a race in which each kept token has a random time of its own.
 
-Knows no slots and no penalties. Next: `jaxserve.runner.sampling`, its only caller.
+Knows no slots and no penalties. Next: `jaxserve.runner.sampling`, which draws; `jaxserve.runner.logits`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,22 @@ def first_true(is_hit: Bool[Array, "R N"]) -> Int32[Array, "R"]:
     size = is_hit.shape[1]
     from_end = size - lax.broadcasted_iota(jnp.float32, is_hit.shape, 1)
     return size - jnp.max(jnp.where(is_hit, from_end, 0.0), axis=-1).astype(jnp.int32)
+
+
+def first_largest(values: Float[Array, "R V"]) -> tuple[Float[Array, "R"], Int32[Array, "R"]]:
+    """The largest value of each row and the first index that has it; not finite, and any index, where a value is NaN or inf.
+
+    Reads the values once: the first tile with a largest maximum is the only one that is looked at again.
+    """
+    # Sums show a NaN, which the fast maximum of XLA:CPU passes over.
+    tiles = _tiles(values, LARGEST_TILE, -jnp.inf)
+    # Without the barrier XLA takes the maximum of maxima from the values anew.
+    maxima, sums = lax.optimization_barrier((jnp.max(tiles, axis=-1), jnp.sum(tiles, axis=-1)))
+    best = jnp.max(maxima, axis=-1, keepdims=True)
+    tile = first_true(maxima == best)
+    near = _at(tiles, jnp.minimum(tile, maxima.shape[1] - 1)[:, None, None])[:, 0]
+    index = tile * LARGEST_TILE + first_true(near == best)
+    return jnp.where(jnp.isnan(jnp.sum(sums, axis=-1)), jnp.nan, best[:, 0]), index
 
 
 def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: Bool[Array, "R"]) -> Float[Array, "R"]:

@@ -2,9 +2,10 @@
 
 Order (vLLM's): log-probabilities are of the raw logits; then min_tokens mask and logit_bias; repetition, frequency and presence
 penalties; greedy rows take the argmax; the others temperature, min_p, top_k, top_p and one draw (`runner.filters`). Each part
-is a `lax.cond` branch, so one program serves every mix of options and costs what its rows ask for. A row's token depends on
-its own logits, parameters, seed and position only: not on the batch, the row or the slot. A model's vocabulary may be padded beyond its
-tokenizer's: such ids are never drawn, but they stay in log-probabilities and greedy rows, which are what the model says.
+is a `lax.cond` branch, so one program serves every mix of options and costs what its rows ask for: a step of greedy rows alone
+reads the logits once and copies none (`runner.logits`). A row's token depends on its own logits, parameters, seed and position only:
+not on the batch, the row or the slot. A model's vocabulary may be padded beyond its tokenizer's: such ids are never drawn, but they stay
+in log-probabilities and greedy rows, which are what the model says.
 
 Knows nothing of sequences, stop strings or buckets. Next: `jaxserve.runner.step` calls `sample`; the scheduler commits the ids.
 """
@@ -20,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
-from jaxserve.runner.filters import Filters, draw, first_true, fold_in, keep_within, largest
+from jaxserve.runner.filters import Filters, draw, first_largest, fold_in, keep_within, largest
+from jaxserve.runner.logits import Logits
 
 PROMPT_TILE = 64
 """Rows of the LM head that prompt log-probabilities hold at once: [64, V] float32 instead of [T, V]."""
@@ -44,7 +46,7 @@ class _RowParams(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "R V"],
+    logits: Logits,
     slots: SlotState,
     penalties: PenaltyState,
     row_slot: Int32[Array, "R"],
@@ -59,7 +61,7 @@ def sample(
     """One token for each row, and the penalty state with it counted.
 
     Args:
-        logits: Float32; untouched output of the LM head.
+        logits: Of R rows; untouched output of the LM head.
         slots, penalties: State by slot; `penalties` is donated by the caller and updated in place.
         row_slot: Slot of each row, the null slot for padding.
         position: Position the sampled token will have in its sequence; folds into the random key and gates min_tokens.
@@ -75,27 +77,34 @@ def sample(
     params = _row_params(slots, row_slot)
     null_slot = penalties.output_counts.shape[0] - 1
     has_penalty = wants_sample & (params.penalty_slot != null_slot)
-    adjusted = lax.cond(
-        jnp.any(has_penalty),
-        lambda: _adjust(logits, params, penalties, position),
-        lambda: logits,
-    )
     is_random = wants_sample & (params.temperature > 0)
-    token_id = _choose(adjusted, params, slots.seed[row_slot], position, is_random, num_token_ids or logits.shape[1])
+    k = logits.vocab_size if full_logprobs else min(num_logprobs, logits.vocab_size)
 
+    def by_rows() -> SampledTokens:
+        rows = logits.rows()
+        adjusted = lax.cond(jnp.any(has_penalty), lambda: _adjust(rows, params, penalties, position), lambda: rows)
+        token_id = _choose(adjusted, params, slots.seed[row_slot], position, is_random, num_token_ids or logits.vocab_size)
+        return lax.cond(
+            wants_logprobs,
+            lambda: _with_logprobs(rows, token_id, k, full_logprobs),
+            lambda: _without_logprobs(token_id, k),
+        )
+
+    def by_largest() -> SampledTokens:
+        best, token_id = logits.largest()
+        return _without_logprobs(jnp.where(jnp.isfinite(best), token_id, -1), k)
+
+    # Of state and inputs that are equal on every device: all take the same branch, in which they wait for each other.
+    needs_rows = jnp.any(has_penalty | is_random) | wants_logprobs
+    sampled = lax.cond(needs_rows, by_rows, by_largest)
+    token_id = sampled.token_id
     counted_slot = jnp.where(has_penalty & (token_id >= 0), params.penalty_slot, null_slot + 1)  # out of bounds is dropped
     counts = penalties.output_counts.at[counted_slot, token_id].add(1, mode="drop")
-    k = logits.shape[1] if full_logprobs else min(num_logprobs, logits.shape[1])
-    sampled = lax.cond(
-        wants_logprobs,
-        lambda: _with_logprobs(logits, token_id, k, full_logprobs),
-        lambda: _without_logprobs(token_id, k),
-    )
     return sampled, penalties._replace(output_counts=counts)
 
 
 def prompt_logprobs(
-    logits_fn: Callable[[Float[Array, "M D"]], Float[Array, "M V"]],
+    logits_fn: Callable[[Float[Array, "M D"]], Logits],
     hidden: Float[Array, "T D"],
     targets: Int32[Array, "T"],
     *,
@@ -107,7 +116,7 @@ def prompt_logprobs(
     The head runs over tiles of 64 rows, so the temporaries are [64, V] whatever T is.
 
     Args:
-        logits_fn: The LM head, hidden rows to float32 logits.
+        logits_fn: The LM head, hidden rows to logits.
         hidden: Final hidden states of the step's tokens.
         targets: The token that follows each one; any id below V where nothing is wanted.
         num_logprobs, full_logprobs: As for `sample`.
@@ -121,7 +130,7 @@ def prompt_logprobs(
 
     def one_tile(args: tuple[jax.Array, jax.Array]) -> SampledTokens:
         rows, token_id = args
-        logits = logits_fn(rows)
+        logits = logits_fn(rows).rows()
         k = logits.shape[1] if full_logprobs else min(num_logprobs, logits.shape[1])
         token_id = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), token_id, -1)
         return _with_logprobs(logits, token_id, k, full_logprobs)
@@ -157,9 +166,8 @@ def _choose(
     logits: jax.Array, params: _RowParams, seed: jax.Array, position: jax.Array, is_random: jax.Array, num_token_ids: int
 ) -> jax.Array:
     """Greedy token, or a draw from ids below `num_token_ids` where `is_random`; -1 where the largest logit is not finite."""
-    best = jnp.max(logits, axis=-1)
+    best, greedy = first_largest(logits)
     is_finite = jnp.isfinite(best)
-    greedy = first_true(logits == best[:, None])
     is_random = is_random & is_finite
     has_filter = is_random & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
 

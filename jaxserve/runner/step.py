@@ -15,7 +15,9 @@ from jax import lax
 
 from jaxserve.arrays import AttentionInputs, KVPages, PenaltyState, RecurrentStates, SampledTokens, SlotState
 from jaxserve.models.load import merge_model
+from jaxserve.models.shards import num_vocab_rows
 from jaxserve.runner.layout import ADMISSION_INTS, StepLayout
+from jaxserve.runner.logits import Logits
 from jaxserve.runner.pooling import sum_rows
 from jaxserve.runner.sampling import prompt_logprobs, sample
 
@@ -63,19 +65,25 @@ def step(
     last_index = jnp.maximum(ctx.row_start[jnp.minimum(logits_row, bucket.rows - 1) + 1] - 1, 0)
     read = hidden if bucket.is_decode else hidden[last_index]
     if bucket.has_pooling:  # a step of embeddings alone needs no head
-        no_logits = jnp.zeros((bucket.logits_rows, model.spec.vocab_size), jnp.float32)
+        no_logits = jnp.zeros((bucket.logits_rows, num_vocab_rows(model.spec, model.shards)), jnp.float32)
         logits = lax.cond(jnp.any(is_sampled), model.logits, lambda _: no_logits, read)
     else:
         logits = model.logits(read)
+
+    def in_parts(part: jax.Array) -> Logits:
+        return Logits(part, model.spec.vocab_size, model.shards.count)
+
     sampled, penalties = sample(
-        logits, slots, penalties, sample_slot, sample_position, is_sampled,
+        in_parts(logits), slots, penalties, sample_slot, sample_position, is_sampled,
         num_logprobs=num_logprobs, full_logprobs=has_full_logprobs, wants_logprobs=inputs["wants_logprobs"][0] > 0,
         num_token_ids=num_token_ids,
     )  # fmt: skip
     slots = _advance(slots, row_slot, row_tokens, ctx.kv_length, jnp.where(is_sampled, sample_slot, slots.length.shape[0] - 1), sampled)
     prompt = None
     if bucket.has_prompt_logprobs:
-        prompt = prompt_logprobs(model.logits, hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs)
+        prompt = prompt_logprobs(
+            lambda rows: in_parts(model.logits(rows)), hidden, inputs["targets"], num_logprobs=num_logprobs, full_logprobs=has_full_logprobs
+        )
     pooled = sum_rows(hidden, ctx, inputs["num_pooled_tokens"]) if bucket.has_pooling else None
     return pages, slots, penalties, states, StepOutputs(sampled, prompt, pooled)
 

@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
 from jaxserve.runner import filters
+from jaxserve.runner.logits import Logits
 from jaxserve.runner.sampling import prompt_logprobs, sample
 
 NUM_ROWS = 8
@@ -52,7 +53,7 @@ def make_penalties(vocab: int) -> PenaltyState:
 def compiled_sample(full_logprobs: bool, num_token_ids: int | None = None) -> Any:
     def run(logits: Any, slots: Any, penalties: Any, row_slot: Any, position: Any, wants_sample: Any, wants_logprobs: Any) -> Any:
         return sample(
-            logits, slots, penalties, row_slot, position, wants_sample,
+            Logits(logits, logits.shape[1]), slots, penalties, row_slot, position, wants_sample,
             num_logprobs=20, full_logprobs=full_logprobs, wants_logprobs=wants_logprobs, num_token_ids=num_token_ids,
         )  # fmt: skip
 
@@ -374,9 +375,9 @@ def test_prompt_logprobs_match_one_big_head(num_tokens: int) -> None:
     head = generator.normal(size=(8, 900)).astype(np.float32)
     targets = generator.integers(0, 900, size=num_tokens)
 
-    def logits_fn(rows: jax.Array) -> jax.Array:
+    def logits_fn(rows: jax.Array) -> Logits:
         assert rows.shape[0] <= 64
-        return rows @ jnp.asarray(head)
+        return Logits(rows @ jnp.asarray(head), 900)
 
     described = jax.jit(lambda h, t: prompt_logprobs(logits_fn, h, t, num_logprobs=20, full_logprobs=False))(hidden, targets)
     np.testing.assert_array_equal(described.token_id, targets)
@@ -401,7 +402,8 @@ def test_program_sorts_no_vocabulary_and_copies_no_penalty_state() -> None:
 
     def run(logits: Any, slots: Any, penalties: Any, rows: Any, wants: Any, wants_logprobs: Any) -> Any:
         return sample(
-            logits, slots, penalties, rows, rows, wants, num_logprobs=20, full_logprobs=False, wants_logprobs=wants_logprobs
+            Logits(logits, vocab), slots, penalties, rows, rows, wants,
+            num_logprobs=20, full_logprobs=False, wants_logprobs=wants_logprobs,
         )  # fmt: skip
 
     rows = jnp.arange(num_rows, dtype=jnp.int32)
