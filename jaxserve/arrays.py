@@ -10,9 +10,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, UInt8, UInt32
 
-KVPages = tuple[jax.Array, ...]
+
+class QuantizedPages(NamedTuple):
+    """A page array in 8 bits, int8 or the bits of float8_e4m3fn, and its scales: see `pallas_kernels.quantized_kv`."""
+
+    values: Int8[Array, "num_pages parts K page_size H"] | UInt8[Array, "num_pages parts K page_size H"]
+    scales: Float32[Array, "num_pages parts K page_size"]
+
+
+type PageArray = jax.Array | QuantizedPages
+
+KVPages = tuple[PageArray, ...]
 """One page array for each layer index j: `[num_pages, 2, K, page_size, H]` (0 keys, 1 values). Page 0 is the null page: never
 allocated; padding reads and writes it. Donated to every step."""
 

@@ -66,6 +66,12 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = setting(None, "Memory for KV pages of a device, such as 4GiB.", group="cache", kind="bytes", low=1)
     gpu_memory_utilization: float = setting(0.92, "Share of a GPU's memory that jaxserve may take.", group="cache", low=0.01, high=1.0)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Of keys and values in pages; auto is that of the activations. int8 and fp8 (e4m3) have a scale for each token and head.",
+        group="cache",
+        choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3"),
+    )
     enable_prefix_caching: bool = setting(True, "Reuse pages of equal prompt beginnings.", group="cache")
 
     max_num_batched_tokens: int | None = setting(None, "Token budget of one step.", group="scheduler", kind="count", low=1)

@@ -53,7 +53,7 @@ def summary(infos: Sequence[EngineInfo], endpoints: Mapping[str, str], changes: 
 def _kv_cache(info: EngineInfo) -> str:
     num_usable_pages = info.num_pages - 1  # the null page holds no tokens
     num_tokens = num_usable_pages * info.page_size
-    return f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {size(info.kv_cache_bytes)}"
+    return f"{num_usable_pages:,} pages x {info.page_size} = {num_tokens:,} tokens, {size(info.kv_cache_bytes)} of {info.kv_cache_dtype}"
 
 
 def changed_settings(engine: EngineConfig, server: ServerConfig, origins: Mapping[str, str]) -> list[tuple[str, str, str]]:

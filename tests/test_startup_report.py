@@ -24,7 +24,7 @@ def test_summary() -> None:
         eos_token_ids=(1,),
         num_pages=101,
         page_size=16,
-        kv_cache_bytes=3 * 2**29,
+        kv_cache_dtype="int8", kv_cache_bytes=3 * 2**29,
         max_model_len=640,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
@@ -39,7 +39,7 @@ def test_summary() -> None:
         ["dtype", "float32"],
         ["device", "cpu, 2 threads"],
         ["attention", "xla (no compiler for cpu_native)"],
-        ["KV", "cache                    100 pages x 16 = 1,600 tokens, 1.5 GiB"],
+        ["KV", "cache                    100 pages x 16 = 1,600 tokens, 1.5 GiB of int8"],
         ["context", "640 tokens; 2.5 such sequences fit at once"],
         ["step", "at most 8 sequences and 1,024 tokens"],
         ["programs", "9, 4 of them from the compile cache"],
@@ -50,8 +50,8 @@ def test_summary() -> None:
     fewer = replace(info, device="cpu, 1 threads", num_pages=51, kv_cache_bytes=3 * 2**28)
     rest = summary([info, fewer], {"HTTP": "http://127.0.0.1:8000"}).splitlines()[8:]
     assert [line.split(maxsplit=2) for line in rest] == [
-        ["engine", "0", "cpu, 2 threads, 100 pages x 16 = 1,600 tokens, 1.5 GiB"],
-        ["engine", "1", "cpu, 1 threads, 50 pages x 16 = 800 tokens, 768.0 MiB"],
+        ["engine", "0", "cpu, 2 threads, 100 pages x 16 = 1,600 tokens, 1.5 GiB of int8"],
+        ["engine", "1", "cpu, 1 threads, 50 pages x 16 = 800 tokens, 768.0 MiB of int8"],
         ["HTTP", "http://127.0.0.1:8000"],
     ]
     narrow = replace(fewer, max_model_len=80)

@@ -30,7 +30,7 @@ from jaxserve.models.load import load_model, load_model_on_mesh
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.shards import Shards, shard_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.backend import choose_backend
+from jaxserve.runner.backend import choose_backend, kv_cache_name, page_dtype
 from jaxserve.runner.compile import set_up_compile_cache
 from jaxserve.runner.device import choose_dtype, set_up_devices
 from jaxserve.runner.memory import (
@@ -110,6 +110,7 @@ def build_engine(
         detail(str(checkpoint.path))
     with timer.stage("kernels") as detail:
         dtype = choose_dtype(config.dtype, device, whole)
+        kv_dtype = page_dtype(config.kv_cache_dtype, dtype)
         attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
         detail(f"{attention} ({attention_reason})")
     with timer.stage("weights") as detail:
@@ -126,7 +127,7 @@ def build_engine(
         if spec.recurrent_layers and config.enable_prefix_caching:
             logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
     with timer.stage("programs") as detail:
-        runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=device, mesh=mesh)
+        runner = ModelRunner(model, spec, shape, kv_dtype=kv_dtype, device=device, mesh=mesh)
         del model
         num_programs, num_cached = runner.compile(
             lambda done, total, seconds: timer.report(f"  compile {done}/{total}", seconds), num_threads=num_threads
@@ -136,7 +137,7 @@ def build_engine(
     info = _engine_info(
         config, checkpoint, spec, shape, dtype,
         device=device_name, tensor_parallel_size=len(devices), attention=attention, attention_reason=attention_reason,
-        kv_cache_bytes=plan.kv_bytes,
+        kv_cache_bytes=plan.kv_bytes, kv_cache_dtype=kv_cache_name(kv_dtype),
         num_programs=num_programs, num_cached_programs=num_cached,
     )  # fmt: skip
     scheduler = Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets)
@@ -195,7 +196,7 @@ def _plan_memory(
     )
     state_bytes = tree_bytes((slot_state_shapes(shape, len(spec.kv_groups)), penalty_state_shapes(shape, spec.vocab_size)))
     recurrent_bytes = tree_bytes(recurrent_state_shapes(spec, shape.num_slots))
-    temporaries_bytes = _temporaries_bytes(model, spec, shape, dtype, devices)
+    temporaries_bytes = _temporaries_bytes(model, spec, shape, page_dtype(config.kv_cache_dtype, dtype), devices)
     budget = kv_budget(
         config,
         device,
@@ -203,7 +204,7 @@ def _plan_memory(
         temporaries_bytes=temporaries_bytes,
         max_host_bytes=max_host_bytes,
     )
-    bytes_per_page = page_bytes(spec, config.page_size, dtype)
+    bytes_per_page = page_bytes(spec, config.page_size, page_dtype(config.kv_cache_dtype, dtype))
     key = num_pages_key(spec, config, dtype, device)
     num_pages = choose_num_pages(config, budget, bytes_per_page, key=key, cache_directory=cache_directory)
     budget_tokens = config.max_num_batched_tokens or buckets.max_num_tokens
@@ -231,11 +232,11 @@ def _plan_memory(
     return replace(shape, num_pages=num_pages, max_model_len=max_model_len), plan
 
 
-def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, dtype: str, devices: Sequence[jax.Device]) -> int:
+def _temporaries_bytes(model: Any, spec: ModelSpec, shape: RunnerShape, kv_dtype: str, devices: Sequence[jax.Device]) -> int:
     """Temporaries of the largest step, measured by compiling it with hardly any pages; 0 on CPU, where pages do not compete for memory."""
     if devices[0].platform == "cpu":
         return 0
-    runner = ModelRunner(model, spec, shape, kv_dtype=dtype, device=devices[0], mesh=device_mesh(devices))
+    runner = ModelRunner(model, spec, shape, kv_dtype=kv_dtype, device=devices[0], mesh=device_mesh(devices))
     largest = max(shape.buckets.all(), key=lambda bucket: (bucket.tokens, bucket.logits_rows))
     try:
         return runner.lower(largest)().compile().memory_analysis().temp_size_in_bytes

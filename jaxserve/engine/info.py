@@ -28,6 +28,7 @@ class EngineInfo:
         attention_reason: Why this attention implementation was chosen.
         tensor_parallel_size: Devices that share the model.
         kv_cache_bytes: Memory of all page arrays together, on one device.
+        kv_cache_dtype: Of keys and values in pages, "int8" and "fp8" with scales.
         num_programs: Compiled programs, `num_cached_programs` of them from the persistent cache.
         has_embeddings: Prompts may be embedded; vectors have `embedding_size` values, pooled by `default_pooling` where a request says
             nothing.
@@ -62,6 +63,7 @@ class EngineInfo:
     attention_reason: str = ""
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0
+    kv_cache_dtype: str = "float32"
     num_programs: int = 0
     num_cached_programs: int = 0
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.arrays import PageArray
+from jaxserve.models.kv_cache import write_and_attend
 from jaxserve.models.linear import linear
 from jaxserve.models.norm import Norm
 from jaxserve.models.rope import rotate
 from jaxserve.models.spec import AttentionSpec
-from pallas_kernels import paged_attention, write_kv
 
 
 class LayerInputs(NamedTuple):
@@ -61,9 +62,7 @@ class Attention(nnx.Module):
         self.qkv_bias, self.out_bias = nnx.Param(qkv_bias), nnx.Param(out_bias)
         self.q_norm, self.k_norm, self.sinks = nnx.data(q_norm), nnx.data(k_norm), nnx.Param(sinks)
 
-    def __call__(
-        self, x: Float[Array, "T D"], inputs: LayerInputs, pages: Float[Array, "num_pages 2 K page_size H"], *, is_decode: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: Float[Array, "T D"], inputs: LayerInputs, pages: PageArray, *, is_decode: bool) -> tuple[jax.Array, PageArray]:
         """Returns the output `[T, D]` in the dtype of `x`, and the pages with the step's keys and values."""
         spec, num_tokens, g = self.spec, x.shape[0], self.spec.num_query_groups
         qkv = linear(x, self.qkv[...], self.qkv_bias.get_value(), backend=self.backend)  # [T, K, parts, H]
@@ -72,22 +71,19 @@ class Attention(nnx.Module):
         heads = (num_tokens, spec.num_heads, spec.head_dim)
         q = self._positioned(qkv[:, :, :g].reshape(heads), self.q_norm, inputs)
         k = self._positioned(qkv[:, :, g], self.k_norm, inputs)
-        pages = write_kv(pages, k, qkv[:, :, g + 1], inputs.write_page, inputs.write_offset, implementation=self.backend)
-        attended = paged_attention(
+        attended, pages = write_and_attend(
             _sharpened(q, inputs.position, spec.temperature),
+            k,
+            qkv[:, :, g + 1],
+            inputs,
             pages,
-            inputs.page_tables,
-            inputs.row_start,
-            inputs.kv_length,
-            inputs.token_row,
-            inputs.position,
+            backend=self.backend,
             is_decode=is_decode,
             scale=spec.scale,
             window=spec.window,
             chunk=spec.chunk,
             soft_cap=spec.soft_cap,
             sinks=self.sinks.get_value(),
-            implementation=self.backend,
         )
         if spec.has_gate:
             attended = attended * nnx.sigmoid(qkv[:, :, g + 2 :].reshape(heads))

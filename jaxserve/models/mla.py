@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxserve.arrays import PageArray
 from jaxserve.models.attention import LayerInputs
+from jaxserve.models.kv_cache import write_and_attend
 from jaxserve.models.linear import headwise, linear
 from jaxserve.models.norm import Norm
 from jaxserve.models.rope import rotate
 from jaxserve.models.spec import LatentAttentionSpec
-from pallas_kernels import paged_attention, write_kv
 
 
 class LatentAttention(nnx.Module):
@@ -48,30 +49,19 @@ class LatentAttention(nnx.Module):
         self.key_up, self.value_up, self.out = nnx.Param(key_up), nnx.Param(value_up), nnx.Param(out)
         self.biases = nnx.Dict({name: nnx.Param(bias) for name, bias in (biases or {}).items()})
 
-    def __call__(
-        self, x: Float[Array, "T D"], inputs: LayerInputs, pages: Float[Array, "num_pages 1 1 page_size R+rope"], *, is_decode: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: Float[Array, "T D"], inputs: LayerInputs, pages: PageArray, *, is_decode: bool) -> tuple[jax.Array, PageArray]:
         """Returns the output `[T, D]` in the dtype of `x`, and the pages with the step's latent vectors."""
         spec = self.spec
         assert inputs.cos is not None and inputs.sin is not None
         down = self._linear("kv_down", x, self.kv_down[...])
         shared_key = rotate(down[:, None, spec.kv_rank :], inputs.cos, inputs.sin)
         latent = jnp.concatenate([self.kv_norm(down[:, : spec.kv_rank])[:, None], shared_key], axis=-1)  # [T, 1, R + rope]
-        pages = write_kv(pages, latent, None, inputs.write_page, inputs.write_offset, implementation=self.backend)
         query = self._queries(x)
         rotated = rotate(query[:, :, spec.nope_dim :], inputs.cos, inputs.sin)
         absorbed = headwise(query[:, :, : spec.nope_dim], self.key_up[...])
-        attended = paged_attention(
-            jnp.concatenate([absorbed, rotated], axis=-1),
-            pages,
-            inputs.page_tables,
-            inputs.row_start,
-            inputs.kv_length,
-            inputs.token_row,
-            inputs.position,
-            is_decode=is_decode,
-            scale=spec.scale,
-            implementation=self.backend,
+        queries = jnp.concatenate([absorbed, rotated], axis=-1)
+        attended, pages = write_and_attend(
+            queries, latent, None, inputs, pages, backend=self.backend, is_decode=is_decode, scale=spec.scale
         )
         values = headwise(attended[:, :, : spec.kv_rank], self.value_up[...])
         return self._linear("out", values.reshape(x.shape[0], -1), self.out[...]), pages

@@ -27,6 +27,8 @@ from jaxserve.config import EngineConfig, GroupLimits
 from jaxserve.core.page_counts import longest_fit
 from jaxserve.errors import ConfigError
 from jaxserve.models.spec import ModelSpec
+from jaxserve.runner.backend import page_dtype
+from pallas_kernels.quantized_kv import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ GIB = 1 << 30
 CPU_DEFAULT_BYTES = GIB
 GPU_RESERVE_BYTES = GIB
 """Command buffers and NCCL take memory outside of JAX's pool."""
+SCALE_BYTES = 4
+"""A float32 for each vector of 8-bit pages."""
 MIN_PAGES = 2
 """The null page and one that holds tokens."""
 ROUNDING = 32
@@ -87,8 +91,10 @@ class MemoryPlan:
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one page in every page array: keys and values of `page_size` tokens, for one layer of each array."""
-    return spec.num_page_arrays * math.prod(spec.page_shape) * page_size * jnp.dtype(dtype).itemsize
+    """Bytes of one page in every page array: keys and values of `page_size` tokens, for one layer of each array; in 8 bits with scales."""
+    *vectors, head_dim = spec.page_shape
+    vector_bytes = head_dim * jnp.dtype(dtype).itemsize + (SCALE_BYTES if is_quantized(dtype) else 0)
+    return spec.num_page_arrays * math.prod(vectors) * page_size * vector_bytes
 
 
 def tree_bytes(tree: Any) -> int:
@@ -212,6 +218,8 @@ def num_pages_key(spec: ModelSpec, config: EngineConfig, dtype: DTypeLike, devic
     )  # fmt: skip
     if config.tensor_parallel_size > 1:
         parts = (*parts, config.tensor_parallel_size, config.enable_expert_parallel)
+    if (pages := page_dtype(config.kv_cache_dtype, str(jnp.dtype(dtype)))) != str(jnp.dtype(dtype)):
+        parts = (*parts, pages)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.arrays import KVPages, PenaltyState, RecurrentState, RecurrentStates, SlotState
+from jaxserve.arrays import KVPages, PenaltyState, QuantizedPages, RecurrentState, RecurrentStates, SlotState
 from jaxserve.core.buckets import Bucket, Buckets
 from jaxserve.core.plan import Plan
 from jaxserve.models.load import split_model
@@ -27,6 +27,7 @@ from jaxserve.runner.pending_step import PendingModelStep
 from jaxserve.runner.placement import WEIGHT, WHOLE, Placement, memory_partition
 from jaxserve.runner.prepare import PreparedStep, prepare, prepare_penalty_row
 from jaxserve.runner.step import StepOutputs, admit, step, update
+from pallas_kernels.quantized_kv import is_quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,14 @@ class RunnerShape:
         return -(-self.max_model_len // self.page_size)
 
 
-def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """One page array for each layer index of a group (see `arrays.KVPages`)."""
+def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[Any, ...]:
+    """One page array for each layer index of a group (see `arrays.KVPages`), with scales where the dtype is one of 8 bits."""
     num_parts, num_kv_heads, head_dim = spec.page_shape
     page = (shape.num_pages, num_parts, num_kv_heads, shape.page_size, head_dim)
-    return tuple(jax.ShapeDtypeStruct(page, dtype) for _ in range(spec.num_page_arrays))
+    array: Any = jax.ShapeDtypeStruct(page, dtype)
+    if is_quantized(dtype):
+        array = QuantizedPages(array, cast(Any, jax.ShapeDtypeStruct(page[:-1], jnp.float32)))
+    return (array,) * spec.num_page_arrays
 
 
 def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:

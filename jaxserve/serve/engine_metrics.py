@@ -86,5 +86,5 @@ def _cache_config(prefix: str, there: Iterable[tuple[tuple[str, str], EngineInfo
     names = ("block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_memory_bytes")
     family = GaugeMetricFamily(f"{prefix}:cache_config_info", "What the KV cache is made of.", labels=[*LABELS, *names])
     for labels, info in there:
-        family.add_metric([*labels, *map(str, (info.page_size, info.num_pages, info.dtype, info.kv_cache_bytes))], 1)
+        family.add_metric([*labels, *map(str, (info.page_size, info.num_pages, info.kv_cache_dtype, info.kv_cache_bytes))], 1)
     return family

@@ -125,7 +125,7 @@ class VllmEngine(VllmEngineServicer):
             uptime_seconds=time.monotonic() - self._start_time_s,
             server_type="vllm-grpc",
             data_parallel_size=len(self._service.client.engines),
-            kv_cache_dtype=info.dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
             block_size=info.page_size,
             attention_backend=info.attention,
             model_dtype=info.dtype,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve.arrays import AttentionInputs, KVPages
+from jaxserve.arrays import AttentionInputs, KVPages, QuantizedPages
 from jaxserve.convert.match import match_tensors
 from jaxserve.convert.read_safetensors import read_directory
 from jaxserve.models.decoder import Decoder
@@ -79,8 +79,8 @@ class SequenceRun:
     A step of one token is a decode step (T = B = 2); a longer one is padded to 64 tokens.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
+    def __init__(self, model: Decoder, page_dtype: str = "") -> None:
+        self.model, self.page_dtype = model, page_dtype
         num_groups = len(model.spec.kv_groups)
         self.num_pages = 2 * PAGES_PER_ROW * num_groups
         pages = np.random.default_rng(0).permutation(np.arange(1, self.num_pages, dtype=np.int32))
@@ -101,7 +101,10 @@ class SequenceRun:
         spec = self.model.spec
         num_parts, num_kv_heads, head_dim = spec.page_shape
         shape = (self.num_pages, num_parts, num_kv_heads, PAGE_SIZE, head_dim)
-        self.pages: KVPages = tuple(jnp.full(shape, jnp.nan, self.model.dtype) for _ in range(spec.num_page_arrays))
+        page: Any = jnp.full(shape, jnp.nan, self.model.dtype)
+        if self.page_dtype:  # numbers of 127, all bits of a NaN in fp8
+            page = QuantizedPages(jnp.full(shape, 127, self.page_dtype), jnp.full(shape[:-1], jnp.nan, jnp.float32))
+        self.pages: KVPages = tuple(jax.tree.map(jnp.copy, page) for _ in range(spec.num_page_arrays))
         self.states = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), recurrent_state_shapes(spec, 2))
         self.length, self.rope_length = 0, rope_length
 

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.backend import choose_backend, layer_needs
+from jaxserve.runner.backend import choose_backend, layer_needs, page_dtype
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Needs
 
@@ -58,6 +58,9 @@ def test_a_forced_one_that_cannot_serve_names_what_it_lacks(golden_dir: Path, mo
         choose(spec, A100, backend="mosaic_gpu")
     with pytest.raises(ConfigError, match=r"mosaic_gpu lacks: .*float32.*"):
         choose(golden(golden_dir, "qwen3"), H200, dtype="float32", backend="mosaic_gpu")
+    [plain] = layer_needs(golden(golden_dir, "qwen3"), 16, "bfloat16", page_dtype("fp8_e4m3", "bfloat16"))
+    assert (plain.page_dtype, plain.q_dtype) == ("uint8", "bfloat16")
+    assert [page_dtype(name, "bfloat16") for name in ("auto", "float32", "int8", "fp8")] == ["bfloat16", "float32", "int8", "uint8"]
     with pytest.raises(ConfigError, match=r"cpu_native lacks: a CPU, this is a gpu"):
         choose(spec, H200, backend="cpu_native")
 

@@ -74,6 +74,7 @@ def set_free(monkeypatch: pytest.MonkeyPatch, available: int, headroom: int | No
 def test_page_bytes_by_hand() -> None:
     # SmolLM2's pages: 30 layers x (keys, values) x 3 heads x 16 tokens x 64 x 2 bytes.
     assert page_bytes(llama(), 16, jnp.bfloat16) == 30 * 2 * 3 * 16 * 64 * 2
+    assert page_bytes(llama(), 16, "int8") == page_bytes(llama(), 16, "uint8") == 30 * 2 * 3 * 16 * (64 + 4), "a float32 scale a vector"
     # Two groups of 15 layers share 15 arrays.
     spec = windowed(llama(), range(15, 30))
     assert [group.num_layers for group in spec.kv_groups] == [15, 15]
@@ -197,9 +198,11 @@ def test_key_follows_what_the_programs_depend_on() -> None:
         num_pages_key(llama(), CONFIG, jnp.float32, cpu),
         num_pages_key(llama(num_hidden_layers=2), CONFIG, jnp.bfloat16, cpu),
         num_pages_key(llama(), replace(CONFIG, page_size=32), jnp.bfloat16, cpu),
+        num_pages_key(llama(), replace(CONFIG, kv_cache_dtype="int8"), jnp.bfloat16, cpu),
+        num_pages_key(llama(), replace(CONFIG, kv_cache_dtype="fp8"), jnp.bfloat16, cpu),
         num_pages_key(llama(), replace(CONFIG, kv_cache_memory_bytes=GIB), jnp.bfloat16, cpu),
     }
-    assert len(keys) == 5
+    assert len(keys) == 7
     assert num_pages_key(llama(), CONFIG, jnp.bfloat16, cpu) in keys
 
 

@@ -28,7 +28,7 @@ from jaxserve.text.sequence_text import TextDelta
 ROOT = Path(__file__).parents[2]
 INFO = EngineInfo(
     model_path="/model", model="counting", model_type="llama", dtype="bfloat16", max_model_len=256, vocab_size=320, eos_token_ids=(1,),
-    num_pages=129, page_size=16, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=1024,
+    num_pages=129, page_size=16, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=1024, kv_cache_dtype="fp8",
 )  # fmt: skip
 IDLE = EngineStats(num_pages=129)
 ENGINE_NAMES = {
@@ -172,7 +172,7 @@ def test_the_engines_figures():
     assert (scraped.total("corrupted_requests"), scraped.total("num_compiles")) == (6, 1)
     assert scraped.observed("iteration_tokens_total") == (4, 111)
     assert [scraped.value("iteration_tokens_total", "_bucket", le=le) for le in ("1.0", "8.0", "64.0", "128.0", "+Inf")] == [1, 3, 3, 4, 4]
-    assert scraped.value("cache_config_info", block_size="16", num_gpu_blocks="129", cache_dtype="bfloat16") == 1
+    assert scraped.value("cache_config_info", block_size="16", num_gpu_blocks="129", cache_dtype="fp8") == 1
 
 
 def test_without_an_engine_the_requests_so_far_are_told():
@@ -276,7 +276,7 @@ async def stats():
     return EngineStats(num_pages=129)
 
 num_requests, then = sys.argv[1:]
-info = SimpleNamespace(model="counting", max_model_len=256, page_size=16, num_pages=129, dtype="float32", kv_cache_bytes=1)
+info = SimpleNamespace(model="counting", max_model_len=256, page_size=16, num_pages=129, kv_cache_bytes=1, kv_cache_dtype="fp8")
 metrics = Metrics("jaxserve", [SimpleNamespace(info=info, is_healthy=True, stats=stats)])
 for _ in range(int(num_requests)):
     with metrics.call() as call:
