@@ -116,7 +116,7 @@ def test_memory_is_what_the_plan_forecast(programs: Programs, family: str) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_devices_tell_each_other_sums_and_tokens_only(programs: Programs, family: str) -> None:
-    """Two sums a layer and one of the embedding, dealt out and gathered again; besides, each device's part of the logits."""
+    """Two sums a layer and one of the embedding, dealt out and gathered again; besides, in a branch each, all logits or the largest."""
     module, step = programs.module(family), programs.step
     bucket = step.decode_bucket if family == "decode" else step.mixed_bucket
     collectives = Counter(i.opcode.removesuffix("-start") for i in module.collectives())
@@ -130,5 +130,23 @@ def test_devices_tell_each_other_sums_and_tokens_only(programs: Programs, family
     tokens = [i for i in gathered if (bucket.tokens, step.spec.hidden_size) in [shape.dims for shape in i.shapes]]
     assert len(tokens) <= num_sums
     rest = [max(shape.num_bytes for shape in i.shapes) for i in gathered if i not in tokens]
-    assert len(rest) <= 1
+    assert len(rest) <= 2
+    assert not [i for i in module.computations[module.entry].values() if i in gathered and i not in tokens]
     assert all(size <= 4 * bucket.logits_rows * (step.spec.vocab_size + step.num_devices) for size in rest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_steps_read_logits_and_write_none(programs: Programs, family: str) -> None:
+    """The branch with no others inside writes the largest logits of tiles, and gathers the largest of each device."""
+    module, step = programs.module(family), programs.step
+    bucket = step.decode_bucket if family == "decode" else step.mixed_bucket
+    branches = [
+        [i for _, i in module.launched(conditional.attribute(name).lstrip("%"))]
+        for conditional in module.computations[module.entry].values()
+        if conditional.opcode == "conditional"
+        for name in ("true_computation", "false_computation")
+    ]
+    (greedy,) = [branch for branch in branches if not any(i.opcode == "conditional" for i in branch)]
+    logits_bytes = 4 * bucket.logits_rows * step.spec.vocab_size // step.num_devices
+    written = [i for i in greedy if i.opcode not in ("parameter", "get-tuple-element", "bitcast", "tuple")]
+    assert max(i.num_bytes for i in written) <= logits_bytes / 8
