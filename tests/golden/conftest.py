@@ -30,7 +30,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
 from jaxserve.models.load import load_model
 from jaxserve.models.registry import resolve_spec
-from jaxserve.runner import sampling
+from jaxserve.runner import filters, sampling
 from jaxserve.runner.memory import group_limits
 from jaxserve.runner.runner import ModelRunner, RunnerShape
 from jaxserve.scheduler.scheduler import Scheduler
@@ -92,7 +92,7 @@ class QuickRunner(ModelRunner):
 def greedy_token(logits: jax.Array, *_: object) -> jax.Array:
     """`sampling._choose` without its draw."""
     best = jnp.max(logits, axis=-1)
-    return jnp.where(jnp.isfinite(best), sampling.first_true(logits == best[:, None]), -1)
+    return jnp.where(jnp.isfinite(best), filters.first_true(logits == best[:, None]), -1)
 
 
 @pytest.fixture(scope="module")
