@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(deviceless.unavailable_reason() is not None, rea
 
 ROOT = Path(__file__).parents[2]
 CLOSE = 0.02
-MORE = {"deepseek-v2-lite": {1024: 1.21}, "llama-3.1-70b": {1024: 1.45}}
-"""By model and context, where more is moved: latent vectors and an eighth of the kv heads are little beside what kernels hand on."""
+MORE = {"deepseek-v2-lite": {1024: 1.17}}
+"""By model and context, where more is moved: latent vectors are little beside the rows of experts that kernels hand on, padded."""
 
 
 @pytest.mark.parametrize(
