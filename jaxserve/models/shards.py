@@ -21,7 +21,8 @@ AXIS = "tp"
 """The mesh axis that models are cut along."""
 MAX_SUGGESTED = 256
 MIN_DEALT_BYTES = 1 << 20
-"""Of a step's activations, from which on its tokens are dealt out: below that a sum takes as long as its latency, and two halves twice."""
+"""Of a step's activations, from which on its tokens are dealt out: below that a sum is mostly latency, which two halves have twice.
+An estimate: not timed on cards."""
 
 
 @dataclass(frozen=True, slots=True)
