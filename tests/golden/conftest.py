@@ -113,10 +113,12 @@ def real_programs() -> Iterator[None]:
 class TinyModel:
     """A golden checkpoint with its runner; `engine(...)` puts a fresh scheduler over the same compiled programs.
 
-    A quick one has few programs and is for greedy requests alone; a served one is optimized.
+    A quick one has few programs and is for greedy requests alone; a served one is optimized. `kv_dtype` is that of the page arrays.
     """
 
-    def __init__(self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool, is_served: bool) -> None:
+    def __init__(
+        self, source: Path, converted: Path, page_size: int, *, has_pooling: bool, is_quick: bool, is_served: bool, kv_dtype: str
+    ) -> None:
         if not converted.exists():  # one compiled again, after others took its place, was converted before
             convert(next(source.glob("*.gguf"), source), converted)
         checkpoint = open_checkpoint(converted)
@@ -129,7 +131,7 @@ class TinyModel:
         shape = RunnerShape(buckets=buckets, num_pages=ARRAY_PAGES, page_size=page_size, max_model_len=MAX_LEN,
                             max_penalty_slots=MAX_SEQS, has_full_logprobs=True)  # fmt: skip
         runner = QuickRunner if is_quick else ServedRunner if is_served else ModelRunner
-        self.runner = runner(model, self.spec, shape, kv_dtype=jnp.float32, device=jax.devices()[0])
+        self.runner = runner(model, self.spec, shape, kv_dtype=jnp.dtype(kv_dtype), device=jax.devices()[0])
         self.runner.compile()
 
     def engine(self, *, async_scheduling: bool = False, **changes: object) -> Engine:
@@ -151,7 +153,7 @@ class TinyModel:
 
 
 @functools.lru_cache(maxsize=4)  # compiled programs take memory maps, of which Linux gives a process 65,530
-def _tiny_model(source: Path, converted: Path, page_size: int, **kind: bool) -> TinyModel:
+def _tiny_model(source: Path, converted: Path, page_size: int, **kind: Any) -> TinyModel:
     return TinyModel(source, converted, page_size, **kind)
 
 
@@ -160,8 +162,16 @@ def tiny_model(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """`tiny_model(folder, page_size)`: the last few are kept."""
     root = tmp_path_factory.mktemp("converted")
 
-    def make(folder: str, page_size: int = 16, *, has_pooling: bool = False, is_quick: bool = False, is_served: bool = False) -> TinyModel:
-        kind = {"has_pooling": has_pooling, "is_quick": is_quick, "is_served": is_served}
+    def make(
+        folder: str,
+        page_size: int = 16,
+        *,
+        has_pooling: bool = False,
+        is_quick: bool = False,
+        is_served: bool = False,
+        kv_dtype: str = "float32",
+    ) -> TinyModel:
+        kind = {"has_pooling": has_pooling, "is_quick": is_quick, "is_served": is_served, "kv_dtype": kv_dtype}
         return _tiny_model(golden_dir / folder, root / folder, page_size, **kind)
 
     return make

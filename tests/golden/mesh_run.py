@@ -3,7 +3,7 @@
 `python mesh_run.py CASES GOLDEN_DIR SCRATCH_DIR` with cases such as `llama3-rope/4`, `qwen3-moe/2/experts` or `qwen3/8/twice`; a line of
 JSON for each tells what was computed and what lies where. "experts" is expert parallelism; "twice" doubles every head and kv head, which
 computes the same and can be cut twice as often; "odd" leaves out the last token of the vocabulary; "dealt" deals out the tokens of the
-smallest steps too; "built" has the engine built as it is served.
+smallest steps too; "built" has the engine built as it is served, with pages of another dtype where one is named too: "built/int8".
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def run(case: str, golden: Path, scratch: Path) -> dict[str, Any]:
             model=str(converted), device="cpu", dtype="float32", attention_backend="xla", generation_config="vllm",
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, num_pages=NUM_PAGES,
             tensor_parallel_size=int(count), enable_expert_parallel=has_expert_parallel,
+            kv_cache_dtype="int8" if "int8" in options else "auto",
         )  # fmt: skip
         engine = build_engine(config)
         runner = engine.runner

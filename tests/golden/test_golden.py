@@ -33,6 +33,10 @@ PAGED = [
 SERVED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
 """Compiled as they are served; the others quickly."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+TOLERANCE_OF_8_BITS = 1e-3
+"""How much the log-probabilities over 8-bit pages may differ between two ways to compute them: the last bits of a key differ with the
+program that computed it, and where it lies between two numbers of 8 bits, they decide which is stored. That moves them by less than 1e-4
+here; 8 bits in place of 32 move them by more than 1e-2."""
 NUM_GREEDY = 24
 
 
@@ -125,3 +129,34 @@ def check_under_preemption(model, page_size, run, greedy_request):
             assert tokens_of(results[f"p{i}", 0]) == model.expected["greedy"][i]
         if len(wanted) == 3:
             assert engine.last_stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("folder", "kv_dtype"), [("mistral-swa", "uint8"), ("deepseek-v3", "int8")], ids=["windows-fp8", "latent-int8"])
+def test_8_bit_pages_hold_the_same_however_they_are_filled(folder, kv_dtype, tiny_model, run, greedy_request, dense_logprobs):
+    """In chunks, found by their prefix, and computed again after a preemption they give what each prompt alone gives in one pass."""
+    model = tiny_model(folder, 8, is_quick=True, kv_dtype=kv_dtype)
+    vocab, longest = model.spec.vocab_size, len(model.expected["prompts"][2])
+
+    def described(results, prefix):
+        of_each = [results[f"{prefix}{i}", 0] for i in range(len(model.expected["prompts"]))]
+        logprobs = [np.stack([dense_logprobs(entry, vocab) for event in events for entry in event.logprobs]) for events in of_each]
+        return [tokens_of(events) for events in of_each], np.stack(logprobs)
+
+    def check(results, prefix):
+        tokens, logprobs = described(results, prefix)
+        assert tokens == wanted_tokens
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=TOLERANCE_OF_8_BITS, rtol=0)
+
+    alone = [run(model.engine(), [request]) for request in requests(model, greedy_request, "alone", logprobs=-1)]
+    wanted_tokens, wanted_logprobs = described({key: events for results in alone for key, events in results.items()}, "alone")
+    unrounded = np.stack([log_softmax(model.arrays[f"logits_{i}"][-1]) for i in range(len(alone))])
+    assert np.abs(wanted_logprobs[:, 0] - unrounded).max() > 10 * TOLERANCE_OF_8_BITS
+    for budget in (7, 64):
+        engine = model.engine(max_num_batched_tokens=budget)
+        check(run(engine, requests(model, greedy_request, "cold", logprobs=-1)), "cold")
+        hits = run(engine, requests(model, greedy_request, "hit", logprobs=-1))
+        assert hits["hit2", 0][0].num_cached_tokens == (longest - 1) // 8 * 8
+        check(hits, "hit")
+        engine = model.engine(max_num_batched_tokens=budget, num_pages=pages_for(model, longest + NUM_GREEDY, budget, 8))
+        check(preempt_often(engine, requests(model, greedy_request, "again", logprobs=-1)), "again")
+        assert engine.last_stats.num_preemptions > 2

@@ -17,13 +17,13 @@ from jaxserve.models.registry import resolve_spec
 from jaxserve.models.tensors import tensor_shapes
 
 CASES = {
-    "starcoder2/2/built": {},
+    "starcoder2/2/built/int8": {},
     "gpt2/2/dealt": {},
     "mixtral/4/experts/odd/dealt": {"vocab_size": 319},
     "deepseek-v3/8/twice/dealt": {"num_attention_heads": 8, "num_key_value_heads": 8},
 }
-"""Dense with biases; learned positions; experts dealt out, and a vocabulary that cannot be; latent attention, with experts that are cut.
-Each with what of its config is changed."""
+"""Dense with biases, over pages of 8 bits, whose rounding moves none of these tokens; learned positions; experts dealt out, and a
+vocabulary that cannot be; latent attention, with experts that are cut. Each with what of its config is changed."""
 WHOLE = re.compile(r"norm|router|positions|q_a_proj|kv_a_proj|(o|down)_proj\.bias")
 """Tensors that every device holds."""
 
@@ -84,7 +84,8 @@ def test_devices_read_their_parts_and_nothing_twice(result: dict[str, Any], gold
 def test_each_device_holds_its_heads_of_the_pages(result: dict[str, Any], golden_dir: Path) -> None:
     spec, count = spec_and_count(result, golden_dir)
     num_parts, num_kv_heads, head_dim = spec.page_shape  # latent vectors count as one head
-    assert result["pages_bytes"] == 4 * spec.num_page_arrays * 128 * num_parts * max(1, num_kv_heads // count) * 16 * head_dim
+    bytes_of_one = head_dim + 4 if "int8" in result["case"] else 4 * head_dim  # a scale beside the 8-bit numbers
+    assert result["pages_bytes"] == bytes_of_one * spec.num_page_arrays * 128 * num_parts * max(1, num_kv_heads // count) * 16
 
 
 def test_devices_add_up_twice_a_layer_and_gather_the_logits(result: dict[str, Any], golden_dir: Path) -> None:
@@ -100,6 +101,6 @@ def test_devices_add_up_twice_a_layer_and_gather_the_logits(result: dict[str, An
 
 
 def test_an_engine_says_by_how_many_it_is_shared(results: dict[str, dict[str, Any]]) -> None:
-    result = results["starcoder2/2/built"]
+    result = results["starcoder2/2/built/int8"]
     size, kv_cache_bytes, device = result["info"]
     assert size == 2 and kv_cache_bytes == result["pages_bytes"] and device.startswith("2 x cpu")
