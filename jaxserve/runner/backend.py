@@ -28,13 +28,15 @@ def choose_backend(config: EngineConfig, spec: ModelSpec, dtype: str, device: ja
     wanted = config.attention_backend
     if wanted == "auto":
         return dispatch.choose(here, *needs)
-    if (reason := dispatch.lacks(wanted, here, *needs)) is not None:
-        usable = [name for name, lack in dispatch.available(here, *needs).items() if lack is None]
-        raise ConfigError(
-            f"attention_backend is {wanted}, which cannot serve this model here; {wanted} lacks: {reason}. "
-            f"Leave it at auto, or take one of {', '.join(usable)}."
-        )
-    return wanted, "asked for with attention_backend"
+    if (reason := dispatch.lacks(wanted, here, *needs)) is None:
+        return wanted, "asked for with attention_backend"
+    usable = [name for name, lack in dispatch.available(here, *needs).items() if lack is None]
+    pages, ways_out = "", f"Leave it at auto, or take one of {', '.join(usable)}"
+    if config.kv_cache_dtype != "auto":
+        pages = f" with kv_cache_dtype {config.kv_cache_dtype}"
+        if dispatch.lacks(wanted, here, *layer_needs(spec, config.page_size, dtype)) is None:
+            ways_out += "; or leave kv_cache_dtype at auto"
+    raise ConfigError(f"attention_backend is {wanted}, which cannot serve this model{pages} here; {wanted} lacks: {reason}. {ways_out}.")
 
 
 def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
