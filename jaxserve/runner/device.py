@@ -26,6 +26,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.linear import linear
 from jaxserve.models.spec import ModelSpec
 from jaxserve.nvidia import choose_platform, cuda_plugin, nvidia_driver
+from jaxserve.runner.backend import kv_cache_name, page_dtype
 from jaxserve.runner.memory import free_host_bytes
 from pallas_kernels import dispatch
 
@@ -137,6 +138,7 @@ def report() -> str:
         ("memory", _memory_line(device)),
         ("attention", f"{attention} ({reason})"),
         *(("", f"{name}: {_standing(name, lack)}") for name, lack in dispatch.available(here).items() if name != attention),
+        ("KV pages", _pages_line(attention, here)),
         ("cache directory", str(cache_dir())),
     ]
     if problem is not None:
@@ -147,6 +149,16 @@ def report() -> str:
 def _standing(implementation: str, lack: str | None) -> str:
     """Why an implementation was not taken for a plain layer."""
     return f"serves here too, comes later; --attention-backend {implementation} forces it" if lack is None else f"lacks {lack}"
+
+
+def _pages_line(attention: str, here: dispatch.Device) -> str:
+    """The page dtypes that the chosen implementation serves for a plain layer, and what it lacks for the others."""
+    choices = EngineConfig.__dataclass_fields__["kv_cache_dtype"].metadata["choices"]
+    dtypes = dict.fromkeys(page_dtype(name, "") for name in choices if name != "auto")
+    lacks = {kv_cache_name(dtype): dispatch.lacks(attention, here, dispatch.Needs(page_dtype=dtype)) for dtype in dtypes}
+    served = ", ".join(name for name, lack in lacks.items() if lack is None)
+    others = "".join(f"; for {name} it lacks {lack}" for name, lack in lacks.items() if lack is not None)
+    return f"auto is the dtype of the activations; {attention} serves {served}{others}"
 
 
 def _memory_line(device: jax.Device) -> str:

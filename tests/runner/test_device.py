@@ -21,6 +21,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.nvidia import choose_platform
 from jaxserve.runner import device as device_module
 from jaxserve.runner.device import choose_dtype, report, set_up_devices
+from pallas_kernels import dispatch
 
 
 @pytest.fixture
@@ -98,6 +99,20 @@ def test_report_gives_each_kernel_its_reason() -> None:
     lines = dict(line.strip().split(": ", 1) for line in report().splitlines() if line.startswith(" "))
     assert lines["triton"] == lines["mosaic_gpu"] == "lacks an NVIDIA GPU, this is a cpu"
     assert lines["reference"] == "serves here too, comes later; --attention-backend reference forces it"
+
+
+def test_report_says_which_pages_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line() -> str:
+        return next(line for line in report().splitlines() if line.startswith("KV pages"))
+
+    lacks, attention = dispatch.lacks, dispatch.choose(dispatch.this_device())[0]
+    assert line().endswith(f"auto is the dtype of the activations; {attention} serves bfloat16, float16, float32, int8, fp8")
+    monkeypatch.setattr(
+        dispatch,
+        "lacks",
+        lambda name, here, *needs: "uint8 pages" if needs and needs[0].page_dtype == "uint8" else lacks(name, here, *needs),
+    )
+    assert line().endswith(f"{attention} serves bfloat16, float16, float32, int8; for fp8 it lacks uint8 pages")
 
 
 def test_report_shows_a_driver_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
