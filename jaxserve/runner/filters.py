@@ -62,19 +62,19 @@ def first_true(is_hit: Bool[Array, "R N"]) -> Int32[Array, "R"]:
 
 
 def first_largest(values: Float[Array, "R V"]) -> tuple[Float[Array, "R"], Int32[Array, "R"]]:
-    """The largest value of each row and the first index that has it; not finite, and any index, where a value is NaN or inf.
+    """The largest value of each row and the first index that has it; +inf, and any index, where a value is NaN or +inf.
 
     Reads the values once: the first tile with a largest maximum is the only one that is looked at again.
     """
-    # Sums show a NaN, which the fast maximum of XLA:CPU passes over.
     tiles = _tiles(values, LARGEST_TILE, -jnp.inf)
+    # A sum shows a NaN, which the fast maximum of XLA:CPU passes over. That of squares is one only then: there is no -inf to add to inf.
     # Without the barrier XLA takes the maximum of maxima from the values anew.
-    maxima, sums = lax.optimization_barrier((jnp.max(tiles, axis=-1), jnp.sum(tiles, axis=-1)))
+    maxima, sums = lax.optimization_barrier((jnp.max(tiles, axis=-1), jnp.sum(tiles * tiles, axis=-1)))
+    maxima = jnp.where(jnp.isnan(sums), jnp.inf, maxima)
     best = jnp.max(maxima, axis=-1, keepdims=True)
     tile = first_true(maxima == best)
     near = _at(tiles, jnp.minimum(tile, maxima.shape[1] - 1)[:, None, None])[:, 0]
-    index = tile * LARGEST_TILE + first_true(near == best)
-    return jnp.where(jnp.isnan(jnp.sum(sums, axis=-1)), jnp.nan, best[:, 0]), index
+    return best[:, 0], tile * LARGEST_TILE + first_true(near == best)
 
 
 def keep_within(below_best: Float[Array, "R V"], filters: Filters, has_filter: Bool[Array, "R"]) -> Float[Array, "R"]:

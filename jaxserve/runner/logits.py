@@ -40,7 +40,7 @@ class Logits:
         return lax.all_gather(self.part, AXIS, axis=1, tiled=True)[:, : self.vocab_size]
 
     def largest(self) -> tuple[Float[Array, "R"], Int32[Array, "R"]]:
-        """The largest logit of each row and the lowest id that has it; not finite, and any id, where one is NaN or inf.
+        """The largest logit of each row and the lowest id that has it; +inf, and any id, where one is NaN or +inf.
 
         Copies no logits.
         """

@@ -132,7 +132,7 @@ def prompt_logprobs(
         rows, token_id = args
         logits = logits_fn(rows).rows()
         k = logits.shape[1] if full_logprobs else min(num_logprobs, logits.shape[1])
-        token_id = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), token_id, -1)
+        token_id = jnp.where(jnp.isfinite(first_largest(logits)[0]), token_id, -1)
         return _with_logprobs(logits, token_id, k, full_logprobs)
 
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, tile, hidden.shape[1])

@@ -51,4 +51,18 @@ def test_a_nan_among_many_rows_is_seen() -> None:
     """In sizes for which the maximum of XLA:CPU passes over it."""
     rows = np.random.default_rng(5).normal(size=(256, 2000)).astype(np.float32)
     rows[np.arange(256), np.arange(256) * 7] = np.nan
-    assert np.isnan(jax.jit(lambda x: Logits(x, 2000).largest()[0])(rows)).all()
+    assert np.isposinf(jax.jit(lambda x: Logits(x, 2000).largest()[0])(rows)).all()
+
+
+def test_the_largest_of_numbers_whose_sum_is_not_finite() -> None:
+    """Of either sign, beside -inf, and in parts."""
+    rows = np.random.default_rng(6).uniform(-3.4e38, 3.4e38, size=(64, VOCAB + 3)).astype(np.float32)
+    rows[:32, 100:140] = np.abs(rows[:32, 100:140])
+    rows[::2, 3::5] = -np.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.isnan(rows.sum(-1)).any() and np.isinf(rows.sum(-1)).any()
+    for num_parts in (1, 2):
+        parts = jnp.asarray(rows.reshape(64, num_parts, -1).swapaxes(0, 1))
+        best, token_id = jax.jit(jax.vmap(lambda part, n=num_parts: Logits(part, VOCAB + 3, n).largest(), axis_name=AXIS))(parts)
+        np.testing.assert_array_equal(best[0], rows.max(-1))
+        np.testing.assert_array_equal(token_id[0], rows.argmax(-1))

@@ -259,6 +259,17 @@ def test_rows_without_finite_logits_give_minus_one(params: dict[str, Any]) -> No
     assert int(sampled.token_id[4]) < 7
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}])
+def test_finite_logits_of_any_size_give_a_token(params: dict[str, Any]) -> None:
+    """Their sum is not finite, and with -inf among them not even a number."""
+    logits = np.random.default_rng(1).uniform(1e38, 3e38, size=(4, VOCAB)).astype(np.float32)
+    logits[1:3, 7::9] = -np.inf
+    logits[2:] *= np.random.default_rng(2).choice([-1, 1], size=(2, VOCAB)).astype(np.float32)
+    logits[2, logits[2] == np.inf] = -np.inf
+    sampled, _ = run_sample(logits, make_slots(*[params] * 4))
+    np.testing.assert_array_equal(sampled.token_id, logits.argmax(-1))  # also what is drawn: all others are infinitely less likely
+
+
 def penalize(logits: np.ndarray, prompt: list[int], output: list[int], row: dict[str, Any], bias: dict[int, float]) -> np.ndarray:
     """The rules by hand, token by token."""
     result = logits.astype(np.float32).copy()
@@ -385,6 +396,20 @@ def test_prompt_logprobs_match_one_big_head(num_tokens: int) -> None:
     full = prompt_logprobs(logits_fn, jnp.asarray(hidden), jnp.asarray(targets), num_logprobs=20, full_logprobs=True)
     assert full.top_logprobs.shape == (num_tokens, 900)
     np.testing.assert_allclose(full.top_logprobs, log_softmax(hidden @ head), atol=1e-4)
+
+
+def test_prompt_logprobs_have_no_token_where_a_logit_is_nan() -> None:
+    """In sizes for which the maximum of XLA:CPU passes over it; logits of any finite size have one."""
+    logits = np.random.default_rng(7).normal(size=(150, 2000)).astype(np.float32)
+    logits[50:] = np.sign(logits[50:]) * 3e38
+    is_spoiled = np.arange(150) % 3 == 1
+    logits[is_spoiled, 7 * np.flatnonzero(is_spoiled)] = np.nan
+
+    def described(rows: jax.Array, targets: jax.Array) -> jax.Array:
+        return prompt_logprobs(lambda rows: Logits(rows, 2000), rows, targets, num_logprobs=1, full_logprobs=False).token_id
+
+    targets = np.arange(150)
+    np.testing.assert_array_equal(jax.jit(described)(logits, targets), np.where(is_spoiled, -1, targets))
 
 
 @pytest.mark.parametrize("shape", [(3, 100), (3, 5000), (3, 3001)])
