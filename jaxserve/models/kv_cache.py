@@ -5,7 +5,7 @@ Knows no weights. The layers are `attention` and `mla`; the kernels, and how 8-b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jaxtyping import Array, Float
@@ -13,12 +13,15 @@ from jaxtyping import Array, Float
 from jaxserve.arrays import PageArray, QuantizedPages
 from pallas_kernels import paged_attention, write_kv
 
+if TYPE_CHECKING:
+    from jaxserve.models.attention import LayerInputs
+
 
 def write_and_attend(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"] | None,
-    inputs: Any,
+    inputs: LayerInputs,
     pages: PageArray,
     *,
     backend: str | None,
@@ -30,7 +33,6 @@ def write_and_attend(
 
     Args:
         v: None where keys are the values too.
-        inputs: The layer's `LayerInputs`.
         options: Of `paged_attention`.
     """
     places = inputs.write_page, inputs.write_offset
