@@ -26,6 +26,9 @@ if importlib.util.find_spec("jax_cuda12_plugin") is None:
     # Compiling is most of what tests wait for, and LLVM's optimizations are half of that. Tests of real models and some of tiny ones
     # ask for the usual level. Where NVIDIA's compiler is installed, it is tested, and the flag would reach it.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+else:
+    # Threads of XLA's pool. Each warpgroup of an interpreted kernel holds one while it waits for another, and that one needs a thread too.
+    os.environ.setdefault("NPROC", "16")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,10 +32,10 @@ def test_an_old_gpu_takes_the_portable_path() -> None:
 
 
 def test_each_lack_is_named_once_for_all_layers() -> None:
-    needs = [Needs(page_dtype="float32"), Needs(page_dtype="float32", window=4), Needs(head_dim=1000)]
+    needs = [Needs(page_size=4), Needs(page_size=4, window=4), Needs(head_dim=1000)]
     reason = dispatch.lacks("mosaic_gpu", H200, *needs)
     assert reason is not None
-    assert reason.count("float32 pages") == 1
+    assert reason.count("page_size 4") == 1
     assert reason.count("1000") == 1
     assert "8.0" in (dispatch.lacks("mosaic_gpu", A100) or "")
     assert dispatch.lacks("mosaic_gpu", H200) is None
@@ -84,5 +84,5 @@ def test_what_was_measured_fastest_is_taken_where_it_can_serve(monkeypatch: pyte
     monkeypatch.setattr(tuning, "fastest", lambda operation, kind: "mosaic_gpu" if kind == "Card" else None)
     card = Device("gpu", (9, 0), "Card")
     assert dispatch.choose(card) == ("mosaic_gpu", "measured to be the fastest on Card")
-    assert dispatch.choose(card, Needs(page_dtype="float32"))[0] == "triton"
+    assert dispatch.choose(card, Needs(num_parts=1))[0] == "triton"
     assert dispatch.choose(H200)[0] == "triton"

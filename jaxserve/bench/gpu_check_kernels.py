@@ -101,7 +101,9 @@ def check_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Check]:
         for name, attend in routes(spec, args, prepared):
             out = np.asarray(jax.jit(attend)(*args), np.float32)
             error = float(np.abs(out - expected).max()) / largest
-            yield Check(name, spec.name, error, 5e-3 + (2.0**-8 if half else 0.0) if half else 1e-5)
+            # wgmma multiplies 16 bits; of 8-bit pages it rounds queries and weights to as many.
+            is_rounded = half or (name == "mosaic_gpu" and scales is not None)
+            yield Check(name, spec.name, error, 5e-3 + (2.0**-8 if half else 0.0) if is_rounded else 1e-5)
 
 
 def time_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Speed]:

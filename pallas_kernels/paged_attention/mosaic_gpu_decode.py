@@ -5,7 +5,7 @@ query rows of the group on N (padded to 8), and after the softmax the head dimen
 
     S [kv_tile, R] = K [kv_tile, H] Q^T [H, R]          O^T [H, R] += V^T [H, kv_tile] P [kv_tile, R]
 
-One warpgroup copies tiles (`mosaic_gpu_tile.fetch_tiles`), the other multiplies. Shares of one row are put together by `merge`
+One warpgroup copies tiles (`mosaic_gpu_fetch`), the other multiplies. Shares of one row are put together by `merge`
 (the reduce of Flash-Decoding: Dao et al., 2023). Next: `mosaic_gpu`, which calls both.
 """
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention import mosaic_gpu_fetch as fetch
 from pallas_kernels.paged_attention import mosaic_gpu_tile as tile
 from pallas_kernels.paged_attention.mosaic_gpu_plan import DecodePlan
 from pallas_kernels.paged_attention.mosaic_gpu_tile import LOG2_E, NO_SCORE, Ref, Rules
@@ -38,7 +39,7 @@ class _Shared(NamedTuple):
     """Shared memory of a block, and its barriers."""
 
     q: Ref
-    kv: tile.Stages
+    kv: fetch.Stages
     weights: Ref
     out: Ref
     peak: Ref
@@ -47,22 +48,22 @@ class _Shared(NamedTuple):
 
 
 def decode(
-    q: jax.Array, pages: jax.Array, page_tables: jax.Array, kv_length: jax.Array, *, plan: DecodePlan, rules: Rules, num_splits: int
+    q: jax.Array, pages: fetch.Pages, page_tables: jax.Array, kv_length: jax.Array, *, plan: DecodePlan, rules: Rules, num_splits: int
 ) -> Partials:
     """The partial softmaxes of one token a row, at position `kv_length - 1`.
 
     Args:
-        q: [B, K, R, H], R the query heads of a kv head, padded to a multiple of 8; in the dtype of `pages`.
-        pages, page_tables, kv_length: See `api.paged_attention`.
+        q: [B, K, num_parts, R, H], R the query heads of a kv head, padded to a multiple of 8; the operands of wgmma.
+        page_tables, kv_length: See `api.paged_attention`.
         num_splits: S, shares of each row's visible keys.
     """
-    num_rows, num_kv_heads, num_queries, head_dim = q.shape
+    num_rows, num_kv_heads, num_parts, num_queries, head_dim = q.shape
     shares = (num_rows, num_kv_heads, num_splits, num_queries)
     per_query = plgpu.SMEM((num_queries,), jnp.float32)
     scratch = _Shared(
-        q=tile.operand(plan, (num_queries, head_dim), q.dtype),
-        kv=tile.stages(plan, q.dtype, num_readers=1),
-        weights=tile.operand(plan, (num_queries, plan.kv_tile), q.dtype),
+        q=tile.operand(plan, (num_parts, num_queries, head_dim), q.dtype),
+        kv=fetch.stages(plan, pages.numbers.dtype, q.dtype, num_readers=1),
+        weights=tile.operand(plan, (num_parts, num_queries, plan.kv_tile), q.dtype),
         out=plgpu.SMEM((num_queries, plan.padded_head_dim), jnp.float32),
         peak=per_query,
         total=per_query,
@@ -99,7 +100,9 @@ def merge(partials: Partials, sinks: jax.Array | None) -> jax.Array:
     return values / jnp.where(total == 0.0, 1.0, total)[..., None]
 
 
-def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, plan: DecodePlan, rules: Rules, num_splits: int) -> None:
+def _block(
+    q: Ref, pages: fetch.Pages, page_tables: Ref, kv_length: Ref, *refs: Ref, plan: DecodePlan, rules: Rules, num_splits: int
+) -> None:
     *outputs, shared = refs
     row, head, split = jax.lax.axis_index("row"), jax.lax.axis_index("head"), jax.lax.axis_index("split")
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -108,7 +111,7 @@ def _block(q: Ref, pages: Ref, page_tables: Ref, kv_length: Ref, *refs: Ref, pla
 
     @pl.when(warpgroup == _MEMORY)
     def _fetch() -> None:
-        tile.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
+        fetch.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
 
     @pl.when(warpgroup == _COMPUTE)
     def _attend() -> None:
@@ -149,29 +152,40 @@ def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: DecodePlan,
     plgpu.barrier_wait(shared.kv.filled.at[slot])
 
     def multiply_keys(product: Ref) -> jax.Array:
-        plgpu.wgmma(product, shared.kv.keys.at[slot], shared.q.transpose((1, 0)))
+        for a, b in tile.PRODUCTS[plan.num_parts]:
+            plgpu.wgmma(product, shared.kv.keys.at[slot, a], shared.q.at[b].transpose((1, 0)))
         return product[...]
 
-    logits = rules.logits(pl.run_scoped(multiply_keys, plgpu.ACC(shape)))
+    logits = rules.logits(_scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), shared.kv.scales, slot, 0))
     position = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     logits = jnp.where((position >= steps.first) & (position < steps.end), logits, -jnp.inf)
     new_peak = jnp.maximum(peak, logits.max(0))
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(logits - jax.lax.broadcast_in_dim(new_peak, shape, (1,)))
     total = total * jax.lax.broadcast_in_dim(decay, shape, (1,)) + weights
-    narrow = plgpu.layout_cast(weights.astype(shared.weights.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    shared.weights.transpose((1, 0))[...] = narrow
+    for n, part in enumerate(tile.in_parts(_scaled(weights, shared.kv.scales, slot, 1), plan.num_parts, shared.weights.dtype)):
+        shared.weights.at[n].transpose((1, 0))[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
 
     @pl.when(tile.is_cut(start, plan.kv_tile, steps))
     def _mask() -> None:
-        tile.mask_values(shared.kv.values.at[slot], start, steps)
+        for n in range(plan.num_parts):
+            tile.mask_values(shared.kv.values.at[slot, n], start, steps)
 
     plgpu.commit_smem()
 
     def multiply_values(product: Ref) -> jax.Array:
-        plgpu.wgmma(product, shared.kv.values.at[slot].transpose((1, 0)), shared.weights.transpose((1, 0)))
+        for a, b in tile.PRODUCTS[plan.num_parts]:
+            plgpu.wgmma(product, shared.kv.values.at[slot, a].transpose((1, 0)), shared.weights.at[b].transpose((1, 0)))
         return product[...]
 
     values = pl.run_scoped(multiply_values, plgpu.ACC((plan.padded_head_dim, plan.num_queries)))
-    tile.release(shared.kv.used, i, plan, steps)
+    fetch.release(shared.kv.used, i, plan, steps)
     return new_peak, total, acc * jax.lax.broadcast_in_dim(decay, acc.shape, (1,)) + values
+
+
+def _scaled(x: jax.Array, scales: Ref | None, slot: jax.Array, part: int) -> jax.Array:
+    """Each key's row of x [kv_tile, R] times the scale of its keys (part 0) or values (1)."""
+    if scales is None:
+        return x
+    of_key = plgpu.load(scales.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1))
+    return x * jax.lax.broadcast_in_dim(of_key, x.shape, (0,))

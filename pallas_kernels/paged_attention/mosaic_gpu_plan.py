@@ -6,6 +6,7 @@ Plain arithmetic on shapes, so that `dispatch` can ask without loading a GPU com
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHARED_MEMORY_BYTES = 232_448 - 2_048 - 512
@@ -28,6 +29,8 @@ class TilePlan:
         kv_tile: Keys (and values) that a step of the loop takes; a multiple of 64, whatever the page size.
         box: Rows of one copy: the largest count that divides both a page and a tile.
         num_stages: Tiles of keys and values in flight or in use.
+        num_stored: Tiles in flight as they are stored, where wgmma cannot read that; 0 where it can, and TMA fills the stages.
+        num_parts: 16-bit numbers that add up to one operand: 3 for float32.
         head_dim: As stored.
         padded_head_dim: Of the values in shared memory; decode has the head dimension on wgmma's M, a multiple of 64.
         swizzle: Bytes of the swizzle of all wgmma operands: the largest that divides a row of the head.
@@ -36,6 +39,8 @@ class TilePlan:
     kv_tile: int
     box: int
     num_stages: int
+    num_stored: int
+    num_parts: int
     head_dim: int
     padded_head_dim: int
     swizzle: int
@@ -65,10 +70,12 @@ class PrefillPlan(TilePlan):
     Attributes:
         group: Rows of a token: the query heads of a kv head, padded to a power of two, so that 64 rows are whole tokens.
         chunk: Columns of the output (and of one product with the values) that are in shared memory at once.
+        num_compute: Warpgroups that multiply, each 64 rows.
     """
 
     group: int
     chunk: int
+    num_compute: int
 
     @property
     def tokens_in_warpgroup(self) -> int:
@@ -76,44 +83,80 @@ class PrefillPlan(TilePlan):
         return WARPGROUP_ROWS // self.group
 
 
-def plan_decode(*, head_dim: int, group: int, page_size: int, max_keys: int) -> DecodePlan | None:
+def num_parts(page_bytes: int) -> int:
+    """16-bit numbers that hold a stored one of `page_bytes` bytes: float32 has 24 bits of precision, bfloat16 has 8."""
+    return 3 if page_bytes == 4 else 1
+
+
+def plan_decode(*, head_dim: int, group: int, page_size: int, page_bytes: int, max_keys: int) -> DecodePlan | None:
     """Tiles for one token a row, the `group` query heads of a kv head on wgmma's N; None where shared memory is too small.
 
     Args:
+        page_bytes: Of one number of the pages.
         max_keys: What a page table row can name.
     """
     padded_head_dim, num_queries = -(-head_dim // WARPGROUP_ROWS) * WARPGROUP_ROWS, -(-group // 8) * 8
-    for kv_tile in (128, 64) if head_dim <= 64 and max_keys > 64 else (64,):
-        fixed = num_queries * (2 * head_dim + 2 * kv_tile + 4 * padded_head_dim + 8)
-        stage = 2 * kv_tile * (head_dim + padded_head_dim)
-        if fixed + 2 * stage <= SHARED_MEMORY_BYTES:
+    parts, limits = num_parts(page_bytes), (HALF_A_CORE_BYTES, SHARED_MEMORY_BYTES)
+    for kv_tile in (128, 64) if head_dim <= 64 and page_bytes < 4 and max_keys > 64 else (64,):
+        box = math.gcd(page_size, kv_tile)
+        fixed = num_queries * (2 * parts * (head_dim + kv_tile) + 4 * padded_head_dim + 8)
+        ring = _ring(fixed, kv_tile=kv_tile, box=box, width=head_dim, padded_width=padded_head_dim, page_bytes=page_bytes, limits=limits)
+        if ring is not None:
+            num_stages, num_stored = ring
             return DecodePlan(
-                kv_tile=kv_tile, box=math.gcd(page_size, kv_tile), num_stages=max(2, min(4, (HALF_A_CORE_BYTES - fixed) // stage)),
-                head_dim=head_dim, padded_head_dim=padded_head_dim, swizzle=swizzle_of(head_dim), num_queries=num_queries,
+                kv_tile=kv_tile, box=box, num_stages=num_stages, num_stored=num_stored, num_parts=parts, head_dim=head_dim,
+                padded_head_dim=padded_head_dim, swizzle=swizzle_of(head_dim), num_queries=num_queries,
             )  # fmt: skip
     return None
 
 
-def plan_prefill(*, head_dim: int, group: int, page_size: int, max_keys: int, out_bytes: int) -> PrefillPlan | None:
+def plan_prefill(*, head_dim: int, group: int, page_size: int, page_bytes: int, max_keys: int, out_bytes: int) -> PrefillPlan | None:
     """Tiles for chunks of rows, the `group` query heads of a kv head beside their tokens on wgmma's M; None where it has no room.
 
     Args:
+        page_bytes: Of one number of the pages.
         max_keys: What a page table row can name.
         out_bytes: Of one number of the output.
     """
-    chunk = head_dim if head_dim <= 128 or head_dim % 64 else 64
+    parts = num_parts(page_bytes)
+    chunk = head_dim if head_dim * parts <= 128 or head_dim % 64 else 64
     # A copy to device memory starts at a multiple of 128 bytes.
     padded_group = next((g for g in (1, 2, 4, 8, 16, 32, 64) if g >= group and g * chunk * out_bytes % 128 == 0), None)
     if padded_group is None:
         return None
-    fixed = 2 * WARPGROUP_ROWS * (2 * head_dim + out_bytes * chunk + 4)
-    for kv_tile in (128, 64) if head_dim <= 128 and max_keys > 64 else (64,):
-        if (num_stages := min(4, (SHARED_MEMORY_BYTES - fixed) // (4 * kv_tile * head_dim))) >= 2:
+    num_compute = 1 if parts > 1 else 2
+    fixed = num_compute * WARPGROUP_ROWS * (2 * parts * head_dim + out_bytes * chunk + 4)
+    # One stage of 128 keys would leave those who multiply waiting for the next to be widened.
+    is_wide = head_dim <= {1: 64, 2: 128, 4: 0}[page_bytes] and max_keys > 64
+    for kv_tile in (128, 64) if is_wide else (64,):
+        box = math.gcd(page_size, kv_tile)
+        ring = _ring(fixed, kv_tile=kv_tile, box=box, width=head_dim, padded_width=head_dim, page_bytes=page_bytes)
+        if ring is not None:
+            num_stages, num_stored = ring
             return PrefillPlan(
-                kv_tile=kv_tile, box=math.gcd(page_size, kv_tile), num_stages=num_stages, head_dim=head_dim,
-                padded_head_dim=head_dim, swizzle=swizzle_of(head_dim), group=padded_group, chunk=chunk,
+                kv_tile=kv_tile, box=box, num_stages=num_stages, num_stored=num_stored, num_parts=parts, head_dim=head_dim,
+                padded_head_dim=head_dim, swizzle=swizzle_of(head_dim), group=padded_group, chunk=chunk, num_compute=num_compute,
             )  # fmt: skip
     return None
+
+
+def _ring(
+    fixed: int, *, kv_tile: int, box: int, width: int, padded_width: int, page_bytes: int, limits: Sequence[int] = (SHARED_MEMORY_BYTES,)
+) -> tuple[int, int] | None:
+    """Stages of operands and stored tiles, beside `fixed` bytes: the most that the first of `limits` holds that holds any."""
+    stage = 2 * num_parts(page_bytes) * kv_tile * (width + padded_width)
+    stored = 2 * page_bytes * kv_tile * width
+    choices = {1: ((2, 4), (2, 3), (2, 2), (1, 2), (1, 1)), 2: ((4, 0), (3, 0), (2, 0)), 4: ((1, 2), (1, 1))}[page_bytes]
+    if page_bytes == 1:
+        stage += 2 * 4 * kv_tile
+        stored += 2 * 4 * kv_tile // box * scales_of_box(box)
+    fits = (choice for limit in limits for choice in choices if fixed + choice[0] * stage + choice[1] * stored <= limit)
+    return next(fits, None)
+
+
+def scales_of_box(box: int) -> int:
+    """Places for the scales of a box as TMA writes them: at multiples of 128 bytes."""
+    return -(-box // 32) * 32
 
 
 def num_splits(*, num_rows: int, num_kv_heads: int, max_keys: int, kv_tile: int) -> int:

@@ -5,7 +5,7 @@ that 64 rows of a warpgroup are 64 / G whole tokens:
 
     S [64, kv_tile] = Q [64, H] K^T [H, kv_tile]          O [64, H] += P [64, kv_tile] V [kv_tile, H]
 
-Two warpgroups multiply, each for its 64 rows, a third copies tiles of pages for both (`mosaic_gpu_tile.fetch_tiles`): while one is
+Two warpgroups multiply, each for its 64 rows, a third copies tiles of pages for both (`mosaic_gpu_fetch`): while one is
 in its softmax the other has the tensor cores (as in FlashAttention-3, arXiv 2407.08608). P goes from the softmax to the second product in
 registers. Which row a tile lies in is worked out by XLA, once a step: all layers have the same arguments. Next: `mosaic_gpu`.
 """
@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from pallas_kernels.paged_attention import mosaic_gpu_fetch as fetch
 from pallas_kernels.paged_attention import mosaic_gpu_tile as tile
 from pallas_kernels.paged_attention.mosaic_gpu_plan import WARPGROUP_ROWS, PrefillPlan
 from pallas_kernels.paged_attention.mosaic_gpu_tile import LOG2_E, NO_SCORE, Ref, Rules
-
-_NUM_COMPUTE = 2
-_MEMORY = _NUM_COMPUTE
 
 
 class QueryTiles(NamedTuple):
@@ -47,24 +46,23 @@ class _Shared(NamedTuple):
     """Shared memory of a block, and its barriers; those of warpgroups come first."""
 
     q: Ref
-    kv: tile.Stages
+    kv: fetch.Stages
     masked: Ref
     out: Ref
     sinks: Ref
     q_here: Ref
 
 
-def query_tiles(row_start: jax.Array, position: jax.Array, num_single: jax.Array, group: int) -> QueryTiles:
+def query_tiles(row_start: jax.Array, position: jax.Array, num_single: jax.Array, plan: PrefillPlan) -> QueryTiles:
     """Cuts the rows `[num_single, B)` into tiles.
 
     Args:
         row_start: [B + 1], see `api.paged_attention`.
         position: [T], likewise.
         num_single: Leading rows that somebody else serves.
-        group: Query rows of a token, padded: a power of two up to 64.
     """
     num_tokens, num_rows = position.shape[0], row_start.shape[0] - 1
-    width, aligned = _NUM_COMPUTE * WARPGROUP_ROWS // group, max(1, 8 // group)
+    width, aligned = plan.num_compute * plan.tokens_in_warpgroup, max(1, 8 // plan.group)
     is_mine = (jnp.arange(num_rows) >= num_single) & (row_start[1:] > row_start[:-1])
     start = row_start[:-1] // aligned * aligned
     count = jnp.where(is_mine, (row_start[1:] - start + width - 1) // width, 0)
@@ -80,39 +78,49 @@ def query_tiles(row_start: jax.Array, position: jax.Array, num_single: jax.Array
 
 
 def prefill(
-    q: jax.Array, pages: jax.Array, page_tables: jax.Array, tiles: QueryTiles, sinks: jax.Array | None, *, plan: PrefillPlan, rules: Rules
+    q: jax.Array,
+    pages: fetch.Pages,
+    page_tables: jax.Array,
+    tiles: QueryTiles,
+    sinks: jax.Array | None,
+    *,
+    plan: PrefillPlan,
+    rules: Rules,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
-    """Attention of the tokens of query tiles: [T, K, group, H] in the dtype of `q`. The output of other tokens is not written.
+    """Attention of the tokens of query tiles: [T, K, group, H] in `out_dtype`. The output of other tokens is not written.
 
     Args:
-        q: [T, K, group, H].
-        pages, page_tables: See `api.paged_attention`.
+        q: [num_parts, T, K, group, H], the operands of wgmma.
+        page_tables: See `api.paged_attention`.
         sinks: [K, group] or None.
     """
-    num_tokens, num_kv_heads, group, head_dim = q.shape
-    spare = _NUM_COMPUTE * plan.tokens_in_warpgroup + -num_tokens % 8  # the last tile reaches past the last token; TMA sees rows in eights
+    _, num_tokens, num_kv_heads, group, head_dim = q.shape
+    spare = (
+        plan.num_compute * plan.tokens_in_warpgroup + -num_tokens % 8
+    )  # the last tile reaches past the last token; TMA sees rows in eights
     padding = plan.group - group
-    packed = jnp.pad(q.astype(pages.dtype), ((0, spare), (0, 0), (0, padding), (0, 0)))
-    packed = packed.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
+    packed = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, padding), (0, 0)))
+    packed = packed.transpose(2, 0, 1, 3, 4).reshape(num_kv_heads, plan.num_parts, -1, head_dim)
     row_sinks = jnp.zeros((num_kv_heads, WARPGROUP_ROWS), jnp.float32)
     if sinks is not None:
         row_sinks = jnp.tile(jnp.pad(sinks.astype(jnp.float32) * LOG2_E, ((0, 0), (0, padding))), (1, plan.tokens_in_warpgroup))
-    rows = (_NUM_COMPUTE, WARPGROUP_ROWS)
+    rows = (plan.num_compute, WARPGROUP_ROWS)
     scratch = _Shared(
-        q=tile.operand(plan, (*rows, head_dim), packed.dtype),
-        kv=tile.stages(plan, packed.dtype, num_readers=_NUM_COMPUTE),
+        q=tile.operand(plan, (plan.num_compute, plan.num_parts, WARPGROUP_ROWS, head_dim), q.dtype),
+        kv=fetch.stages(plan, pages.numbers.dtype, q.dtype, num_readers=plan.num_compute),
         masked=plgpu.Barrier(num_barriers=plan.num_stages),
-        out=plgpu.SMEM((*rows, plan.chunk), q.dtype),
+        out=plgpu.SMEM((*rows, plan.chunk), out_dtype),
         sinks=plgpu.SMEM(rows, jnp.float32),
-        q_here=plgpu.Barrier(num_arrivals=2, num_barriers=_NUM_COMPUTE),
+        q_here=plgpu.Barrier(num_arrivals=plan.num_parts + 1, num_barriers=plan.num_compute),
     )
     kernel = plgpu.kernel(
         functools.partial(_block, plan=plan, rules=rules, has_sinks=sinks is not None),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape[1:], out_dtype),
         scratch_types=[scratch],
         grid=(num_kv_heads, tiles.row.shape[0]),
         grid_names=("head", "tile"),
-        num_threads=_NUM_COMPUTE + 1,
+        num_threads=plan.num_compute + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),  # nothing is reduced across warps
     )
@@ -123,7 +131,7 @@ def prefill(
 def _block(
     q: Ref,
     sinks: Ref,
-    pages: Ref,
+    pages: fetch.Pages,
     page_tables: Ref,
     tiles: Any,
     out: Ref,
@@ -140,17 +148,18 @@ def _block(
     end_key = jnp.where(stop > first, position + stop - first, first_key)
     steps = tile.walk(first_key, end_key, plan)
 
-    @pl.when(warpgroup == _MEMORY)
+    @pl.when(warpgroup == plan.num_compute)
     def _fetch() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        tile.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
+        _set_registers(plan, is_memory=True)
+        fetch.fetch_tiles(pages, page_tables.at[row], shared.kv, plan=plan, head=head, steps=steps)
 
-    @pl.when((warpgroup < _NUM_COMPUTE) & (stop > first))
+    @pl.when((warpgroup < plan.num_compute) & (stop > first))
     def _attend() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        _set_registers(plan, is_memory=False)
         my_base = base + warpgroup * plan.tokens_in_warpgroup
         my_rows = pl.ds(pl.multiple_of(my_base * plan.group, 8), WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(q.at[head, my_rows], shared.q.at[warpgroup], shared.q_here.at[warpgroup])
+        for n in range(plan.num_parts):
+            plgpu.copy_gmem_to_smem(q.at[head, n, my_rows], shared.q.at[warpgroup, n], shared.q_here.at[warpgroup])
         plgpu.copy_gmem_to_smem(sinks.at[head], shared.sinks.at[warpgroup], shared.q_here.at[warpgroup])
         plgpu.barrier_wait(shared.q_here.at[warpgroup])
         # Of the warpgroup's first token. Those before `first` and from `stop` on are computed like the others, and not stored.
@@ -167,6 +176,13 @@ def _block(
         chunks = plan.head_dim // plan.chunk
         _, total, acc = jax.lax.fori_loop(0, steps.count, step, (peak, total, (nothing,) * chunks))
         _store(acc, total, out, shared.out.at[warpgroup], plan=plan, head=head, my_base=my_base, first=first, stop=stop)
+
+
+def _set_registers(plan: PrefillPlan, *, is_memory: bool) -> None:
+    """Gives to those who multiply what copying does not need; of two warpgroups each has the most there are anyway."""
+    if plan.num_compute == 2:
+        memory = 72 if plan.num_stored else 40
+        plgpu.set_max_registers(memory if is_memory else (504 - memory) // 2 // 8 * 8, action="decrease" if is_memory else "increase")
 
 
 type _State = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
@@ -190,22 +206,24 @@ def _one_tile(
     start = steps.origin + i * plan.kv_tile
     shape = WARPGROUP_ROWS, plan.kv_tile
     plgpu.barrier_wait(shared.kv.filled.at[slot])
-    _mask_values_once(shared, slot, start, steps, warpgroup)
+    _mask_values_once(shared, slot, start, steps, warpgroup, plan)
 
     def multiply_keys(product: Ref) -> jax.Array:
-        plgpu.wgmma(product, shared.q.at[warpgroup], shared.kv.keys.at[slot].transpose((1, 0)))
+        for a, b in tile.PRODUCTS[plan.num_parts]:
+            plgpu.wgmma(product, shared.q.at[warpgroup, a], shared.kv.keys.at[slot, b].transpose((1, 0)))
         return product[...]
 
-    logits = rules.logits(pl.run_scoped(multiply_keys, plgpu.ACC(shape)))
+    logits = rules.logits(_scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), shared.kv.scales, slot, 0))
     logits = _mask_logits(logits, start, my_position, plan=plan, rules=rules)
     new_peak = jnp.maximum(peak, logits.max(1))
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(logits - jax.lax.broadcast_in_dim(new_peak, shape, (0,)))
     total = total * decay + weights.sum(1)
-    narrow = weights.astype(shared.kv.values.dtype)
+    parts = tile.in_parts(_scaled(weights, shared.kv.scales, slot, 1), plan.num_parts, shared.kv.values.dtype)
 
     def multiply_values(product: Ref, at: int) -> jax.Array:
-        plgpu.wgmma(product, narrow, shared.kv.values.at[slot, :, pl.ds(at, plan.chunk)])
+        for a, b in tile.PRODUCTS[plan.num_parts]:
+            plgpu.wgmma(product, parts[a], shared.kv.values.at[slot, b, :, pl.ds(at, plan.chunk)])
         return product[...]
 
     def add(old: jax.Array, at: int) -> jax.Array:
@@ -213,24 +231,34 @@ def _one_tile(
         return old * jax.lax.broadcast_in_dim(decay, old.shape, (0,)) + added
 
     acc = tuple(add(old, n * plan.chunk) for n, old in enumerate(acc))
-    tile.release(shared.kv.used, i, plan, steps)
+    fetch.release(shared.kv.used, i, plan, steps)
     return new_peak, total, acc
 
 
-def _mask_values_once(shared: _Shared, slot: jax.Array, start: jax.Array, steps: tile.Walk, warpgroup: jax.Array) -> None:
-    """One warpgroup masks the values that both multiply with, the other waits."""
+def _scaled(x: jax.Array, scales: Ref | None, slot: jax.Array, part: int) -> jax.Array:
+    """Each key's column of x [64, kv_tile] times the scale of its keys (part 0) or values (1)."""
+    if scales is None:
+        return x
+    of_key = plgpu.load(scales.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(0))
+    return x * jax.lax.broadcast_in_dim(of_key, x.shape, (1,))
 
-    @pl.when(tile.is_cut(start, shared.kv.values.shape[1], steps))
-    def _mask() -> None:
-        @pl.when(warpgroup == 0)
-        def _mine() -> None:
-            tile.mask_values(shared.kv.values.at[slot], start, steps)
-            plgpu.commit_smem()
+
+def _mask_values_once(
+    shared: _Shared, slot: jax.Array, start: jax.Array, steps: tile.Walk, warpgroup: jax.Array, plan: PrefillPlan
+) -> None:
+    """One warpgroup masks the values that all multiply with, the others wait."""
+
+    def mask() -> None:
+        for n in range(plan.num_parts):
+            tile.mask_values(shared.kv.values.at[slot, n], start, steps)
+        plgpu.commit_smem()
+        if plan.num_compute > 1:
             plgpu.barrier_arrive(shared.masked.at[slot])
 
-        @pl.when(warpgroup != 0)
-        def _the_others() -> None:
-            plgpu.barrier_wait(shared.masked.at[slot])
+    @pl.when(tile.is_cut(start, plan.kv_tile, steps))
+    def _mask() -> None:
+        pl.when(warpgroup == 0)(mask)
+        pl.when(warpgroup != 0)(lambda: plgpu.barrier_wait(shared.masked.at[slot]))
 
 
 def _mask_logits(logits: jax.Array, start: jax.Array, my_position: jax.Array, *, plan: PrefillPlan, rules: Rules) -> jax.Array:

@@ -1,14 +1,12 @@
-"""Inside the Mosaic GPU kernels, what decode and prefill share: fetching tiles of pages, masking them, scores.
+"""Inside the Mosaic GPU kernels, what all warpgroups share: what a query sees, the walk over tiles, the operands of wgmma, masks.
 
-A tile of keys lies in shared memory as `kv_tile` rows of the head, cut into blocks of 8 rows by one swizzle, as wgmma reads it. It is
-put together from boxes: a box is the part of one page that fits (or a whole small page), and one TMA copy fetches its keys and
-another its values. Does not know which queries read the tile. Next: `mosaic_gpu_decode`, `mosaic_gpu_prefill`.
+Does not know how tiles get into shared memory. Next: `mosaic_gpu_fetch`, which brings them there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,77 +76,28 @@ def walk(first: jax.Array, end: jax.Array, plan: TilePlan, *, part: jax.Array | 
 
 def operand(plan: TilePlan, shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory that wgmma reads. Both of its operands must have the same swizzle."""
+    return swizzled(shape, dtype, plan.swizzle)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any, num_bytes: int) -> Any:
+    """Shared memory in blocks of 8 rows by a swizzle of `num_bytes`."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    elements = plan.swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, elements)), swizzle(plan.swizzle)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, num_bytes // jnp.dtype(dtype).itemsize)), swizzle(num_bytes)))
 
 
-class Stages(NamedTuple):
-    """Shared memory of `num_stages` tiles, and the barriers that say that a stage is filled, and that its readers are done with it."""
-
-    keys: Ref
-    values: Ref
-    filled: Ref
-    used: Ref
+PRODUCTS = {1: ((0, 0),), 3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))}
+"""By the parts of an operand, which parts of two are multiplied, small ones first. What 3 leave out is below 2^-24 of the product."""
 
 
-def stages(plan: TilePlan, dtype: Any, num_readers: int) -> Stages:
-    """Scratch for `fetch_tiles` and `num_readers` warpgroups that each read every tile."""
-    return Stages(
-        operand(plan, (plan.num_stages, plan.kv_tile, plan.head_dim), dtype),
-        operand(plan, (plan.num_stages, plan.kv_tile, plan.padded_head_dim), dtype),
-        plgpu.Barrier(num_arrivals=2 * plan.boxes_in_tile, num_barriers=plan.num_stages),
-        plgpu.Barrier(num_arrivals=num_readers, num_barriers=plan.num_stages),
-    )
-
-
-def fetch_tiles(pages: Ref, table: Ref, to: Stages, *, plan: TilePlan, head: jax.Array, steps: Walk) -> None:
-    """The memory warpgroup: copies the tiles of a walk, as many ahead of their readers as there are stages.
-
-    A box that no query of the block sees is not copied, and its page table entry not read: whatever page that names may belong to
-    another row, or to nobody. What lies in its place in shared memory then is masked like the rest.
-
-    Args:
-        pages: [num_pages, 2, K, page_size, H]. TMA takes 64-bit strides: no offset of ours can overflow.
-        table: [P], the row's.
-    """
-    page_size = pages.shape[3]
-
-    def one_tile(i: jax.Array, _: None) -> None:
-        slot = jax.lax.rem(i, plan.num_stages)
-
-        @pl.when(i >= plan.num_stages)
-        def _await_readers() -> None:
-            plgpu.barrier_wait(to.used.at[slot])
-
-        for j in range(plan.boxes_in_tile):
-            position = steps.origin + i * plan.kv_tile + j * plan.box
-            is_seen = (position + plan.box > steps.first) & (position < steps.end)
-            rows = pl.ds(j * plan.box, plan.box)
-
-            @pl.when(is_seen)
-            def _copy(position: jax.Array = position, rows: Any = rows) -> None:
-                page = table[position // page_size]
-                places = pl.ds(pl.multiple_of(jax.lax.rem(position, page_size), plan.box), plan.box)
-                width = pl.ds(0, plan.padded_head_dim)  # what lies past the head is 0, written by TMA
-                plgpu.copy_gmem_to_smem(pages.at[page, 0, head, places], to.keys.at[slot, rows], to.filled.at[slot])
-                plgpu.copy_gmem_to_smem(pages.at[page, 1, head, places, width], to.values.at[slot, rows], to.filled.at[slot])
-
-            @pl.when(jnp.logical_not(is_seen))
-            def _leave_out() -> None:
-                plgpu.barrier_arrive(to.filled.at[slot])
-                plgpu.barrier_arrive(to.filled.at[slot])
-
-    jax.lax.fori_loop(0, steps.count, one_tile, None)
-
-
-def release(used: Ref, i: jax.Array, plan: TilePlan, steps: Walk) -> None:
-    """A reader is done with tile i. Nobody waits for the last ones."""
-
-    @pl.when(i + plan.num_stages < steps.count)
-    def _arrive() -> None:
-        plgpu.barrier_arrive(used.at[jax.lax.rem(i, plan.num_stages)])
+def in_parts(x: jax.Array, num_parts: int, dtype: Any) -> tuple[jax.Array, ...]:
+    """Numbers of `dtype`, the largest first, that add up to x: one rounded number, or three bfloat16 that hold a float32."""
+    parts = []
+    for n in range(num_parts):
+        parts.append(x.astype(dtype))
+        if n + 1 < num_parts:
+            x = x - parts[n].astype(x.dtype)
+    return tuple(parts)
 
 
 def is_cut(start: jax.Array, kv_tile: int, steps: Walk) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,41 +18,48 @@ from pallas_kernels.dispatch import Needs
 from pallas_kernels.mosaic_on_cpu import Report, interpreted
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.arg_specs import MIXED, AttentionArgs, AttentionSpec, make_args, make_sinks
+from pallas_kernels.paged_attention.arg_specs import MIXED, AttentionArgs, AttentionSpec, largest_value, make_args, make_scales, make_sinks
 from pallas_kernels.paged_attention.strategies import attention_specs
+from pallas_kernels.quantized_kv import is_quantized
 
 if (reason := deviceless.unavailable_reason()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-PAGE_DTYPES = ("bfloat16", "float16")
+PAGE_DTYPES = ("bfloat16", "float16", "float32", "int8", "uint8")
 
 
-def attend(spec: AttentionSpec, implementation: str, *args: Any) -> Any:
+TOLERANCE = {"float32": 1e-5}
+"""Of float32 outputs, by page dtype, as a share of the largest value; others have 5e-3."""
+
+
+def attend(spec: AttentionSpec, implementation: str, args: AttentionArgs, scales: np.ndarray | None) -> Any:
     sinks: Any = make_sinks(spec)
     return paged_attention(
         *args, is_decode=spec.is_decode, scale=spec.head_dim**-0.5, window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap,
-        sinks=sinks, implementation=implementation,
+        sinks=sinks, kv_scales=scales, implementation=implementation,
     )  # fmt: skip
 
 
-def run(spec: AttentionSpec, args: AttentionArgs) -> tuple[np.ndarray, Report]:
+def run(spec: AttentionSpec, args: AttentionArgs, scales: np.ndarray | None = None) -> tuple[np.ndarray, Report]:
     with interpreted() as report:
-        return np.asarray(jax.jit(functools.partial(attend, spec, "mosaic_gpu"))(*args)), report
+        return np.asarray(jax.jit(functools.partial(attend, spec, "mosaic_gpu"))(args, scales)), report
 
 
 def check(spec: AttentionSpec, seed: int = 0) -> Report:
-    """Float32 outputs of 16-bit inputs within 5e-3 of the largest value."""
+    """Queries are float32 that 16 bits hold."""
     args = make_args(spec, seed)
-    out, report = run(spec, args)
-    expected = jax.jit(functools.partial(attend, spec, "reference"))(*args)
-    largest = float(np.nanmax(np.abs(args.pages[:, -1].astype(np.float32))))
-    np.testing.assert_allclose(out, expected, rtol=0, atol=5e-3 * largest)
+    scales = make_scales(spec, args, seed)
+    out, report = run(spec, args, scales)
+    expected = jax.jit(functools.partial(attend, spec, "reference"))(args, scales)
+    tolerance = TOLERANCE.get(spec.page_dtype, 5e-3)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * largest_value(spec, args))
     assert not out[args.token_row == len(args.kv_length)].any(), "padding tokens give 0"
     return report
 
 
 def drawn(*, is_decode: bool) -> Any:
-    return attention_specs(is_decode=is_decode, page_dtypes=PAGE_DTYPES, max_rows=3, max_length=200, max_tokens=40, has_latent=False)
+    specs = attention_specs(is_decode=is_decode, page_dtypes=PAGE_DTYPES, max_rows=3, max_length=200, max_tokens=40, has_latent=False)
+    return specs.filter(lambda spec: mosaic_gpu.lacks(spec.needs, mosaic_gpu.CAPABILITY) is None)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate])  # shrinking would take long
@@ -79,11 +87,33 @@ def test_mosaic_long_rows_are_split(limit: dict[str, Any]) -> None:
     check(replace(LONG, **limit))
 
 
-def test_mosaic_decode_moves_little_more_than_it_must() -> None:
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"page_dtype": "int8", "head_dim": 128, "page_size": 8, "max_pages": 20},
+        {"page_dtype": "uint8", "head_dim": 80, "page_size": 32},
+        {"page_dtype": "float32", "head_dim": 96, "page_size": 16, "max_pages": 10},
+    ],
+    ids=lambda sizes: sizes["page_dtype"],
+)
+def test_mosaic_widens_what_wgmma_cannot_read(sizes: dict[str, Any], is_decode: bool) -> None:
+    """More tiles than are in flight, the first and the last cut."""
+    rows = ((1, 130), (1, 100)) if is_decode else ((1, 40), (12, 150))
+    spec = replace(MIXED, rows=rows, num_heads=4, num_padding_tokens=1, window=120, has_sinks=True, is_decode=is_decode, **sizes)
+    check(spec)
+
+
+@pytest.mark.parametrize(("page_dtype", "key_bytes"), [("bfloat16", 2 * 128), ("int8", 128 + 4)])
+def test_mosaic_decode_moves_little_more_than_it_must(page_dtype: str, key_bytes: int) -> None:
     """Each key and value that a row sees comes once for all heads that share it, in whole boxes; pages out of sight never."""
-    spec = replace(LONG, window=900, rows=((1, 1000), (1, 950)), num_heads=8, num_padding_rows=0, num_padding_tokens=0, has_sinks=False)
-    _, report = run(spec, make_args(spec))
-    needed = 2 * 900 * 2 * spec.head_dim * 2 + 2 * spec.num_tokens * spec.num_heads * spec.head_dim * 2
+    spec = replace(
+        LONG, window=900, rows=((1, 1000), (1, 950)), num_heads=8, num_padding_rows=0, num_padding_tokens=0, has_sinks=False,
+        page_dtype=page_dtype,
+    )  # fmt: skip
+    args = make_args(spec)
+    _, report = run(spec, args, make_scales(spec, args))
+    needed = 2 * 900 * 2 * key_bytes + 2 * spec.num_tokens * spec.num_heads * spec.head_dim * 2
     moved = report.read_bytes + report.written_bytes
     print(f"moved {moved} bytes, {moved / needed:.3f} of what it must")
     assert needed <= moved <= 1.15 * needed
@@ -97,7 +127,7 @@ def test_mosaic_nan_of_a_row_shows_there_and_nowhere_else() -> None:
         pages[args.page_tables[row, 0], 0, :, 0] = np.nan
     step = jax.jit(functools.partial(attend, spec, "mosaic_gpu"))
     with interpreted():
-        out, spoilt = np.asarray(step(*args)), np.asarray(step(*args._replace(pages=pages)))
+        out, spoilt = np.asarray(step(args, None)), np.asarray(step(args._replace(pages=pages), None))
     is_spoilt = np.isin(args.token_row, (0, 2))
     assert np.isnan(spoilt[is_spoilt]).all()
     np.testing.assert_array_equal(spoilt[~is_spoilt], out[~is_spoilt])
@@ -111,19 +141,22 @@ def test_mosaic_rows_without_keys_give_zeros() -> None:
     assert report.read_bytes < 1024, "lengths, no queries, no keys"
 
 
-def layer(*, head_dim: int, page_size: int, group: int = 4, dtype: Any = jnp.bfloat16, num_pages: int = 1000, **rules: Any) -> Any:
+def layer(
+    *, head_dim: int, page_size: int, group: int = 4, dtype: Any = jnp.bfloat16, page_dtype: Any = None, num_pages: int = 1000, **rules: Any
+) -> Any:
     """A layer of a model in a step of 512 tokens and 64 rows, some of which decode: one program with both kernels."""
-    num_heads, num_kv_heads = 8 * group, 8
+    num_heads, num_kv_heads, page_dtype = 8 * group, 8, page_dtype or dtype
+    shape = (num_pages, 2, num_kv_heads, page_size, head_dim)
     shapes = (
-        ((512, num_heads, head_dim), dtype), ((num_pages, 2, num_kv_heads, page_size, head_dim), dtype),
-        ((64, 8192 // page_size), jnp.int32),
+        ((512, num_heads, head_dim), dtype), (shape, page_dtype), ((64, 8192 // page_size), jnp.int32),
         ((65,), jnp.int32), ((64,), jnp.int32), ((512,), jnp.int32), ((512,), jnp.int32), ((num_heads,), jnp.float32),
+        *[(shape[:4], jnp.float32)] * is_quantized(page_dtype),
     )  # fmt: skip
     options: dict[str, Any] = {"window": None, "chunk": None, "soft_cap": None, "is_decode": False} | rules
 
     def step(*args: Any) -> Any:
-        *rest, sinks = args
-        return paged_attention(*rest, scale=head_dim**-0.5, sinks=sinks, implementation="mosaic_gpu", **options)
+        *rest, sinks, scales = args if is_quantized(page_dtype) else (*args, None)
+        return paged_attention(*rest, scale=head_dim**-0.5, sinks=sinks, kv_scales=scales, implementation="mosaic_gpu", **options)
 
     return step, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
 
@@ -138,6 +171,14 @@ def layer(*, head_dim: int, page_size: int, group: int = 4, dtype: Any = jnp.bfl
         {"head_dim": 128, "page_size": 64, "group": 7, "chunk": 8192},
         {"head_dim": 192, "page_size": 128, "group": 1},
         {"head_dim": 256, "page_size": 256, "group": 2, "window": 1024, "soft_cap": 50.0},
+        {"head_dim": 64, "page_size": 8, "page_dtype": jnp.uint8, "group": 8},
+        {"head_dim": 80, "page_size": 16, "page_dtype": jnp.uint8, "dtype": jnp.float16},
+        {"head_dim": 96, "page_size": 32, "page_dtype": jnp.int8, "dtype": jnp.float16},
+        {"head_dim": 128, "page_size": 16, "page_dtype": jnp.int8},
+        {"head_dim": 192, "page_size": 64, "page_dtype": jnp.int8, "group": 1},
+        {"head_dim": 256, "page_size": 256, "page_dtype": jnp.uint8, "window": 1024, "soft_cap": 50.0},
+        {"head_dim": 80, "page_size": 16, "dtype": jnp.float32, "group": 1},
+        {"head_dim": 128, "page_size": 16, "dtype": jnp.float32},
         {"head_dim": 128, "page_size": 16, "num_pages": 2**31 // (2 * 8 * 16 * 128) + 8, "group": 12},
     ],
     ids=str,
@@ -147,13 +188,17 @@ def test_mosaic_compiles_for_h200(sizes: dict[str, Any]) -> None:
     step, shapes = layer(**sizes)
     hlo = str(deviceless.compile_for("H200", step, *shapes).as_text())
     assert hlo.count('custom_call_target="mosaic_gpu') == 2
-    assert not [line for line in hlo.splitlines() if " gather(" in line and f"[{sizes.get('num_pages', 1000)}," in line]
+    of_pages = [line for line in hlo.splitlines() if f"[{sizes.get('num_pages', 1000)}," in line]
+    assert not [line for line in of_pages if re.search(r" (gather|copy|convert|fusion)\(", line)], "pages are read in place"
 
 
 def test_mosaic_says_what_it_lacks() -> None:
     assert mosaic_gpu.lacks(Needs(), (9, 0)) is None
     wanted = Needs(head_dim=576, page_size=4, num_parts=1, page_dtype="float32", group=128)
     assert mosaic_gpu.lacks(wanted, (8, 0)) == (
-        "wgmma on capability 8.0; pages of one part (latent attention); float32 pages; head_dim 576 (it has multiples of 16 up to 256); "
+        "wgmma on capability 8.0; pages of one part (latent attention); head_dim 576 (it has multiples of 16 up to 256); "
         "page_size 4 (it has multiples of 8); 128 query heads for a kv head (it has up to 64)"
+    )
+    assert mosaic_gpu.lacks(Needs(page_dtype="float32", head_dim=192), (9, 0)) == (
+        "shared memory for head_dim 192 with 4 query heads for a kv head, bfloat16 queries and float32 pages"
     )
