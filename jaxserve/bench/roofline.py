@@ -84,19 +84,20 @@ class GroupedProduct:
     item: int = ITEM
     tile_out: int = 128
 
-    def cost(self, num_blocks: int, num_used: float, block_size: int) -> hlo.Cost:
-        """Bytes and operations; `num_used` may be an expectation.
+    def cost(self, num_rows: float, num_blocks: int, num_used: float, block_size: int) -> hlo.Cost:
+        """Bytes and operations; `num_rows` of blocks in use have a copy. That, and `num_used`, may be an expectation.
 
         Rows, which all tiles of outputs read again, count once, as they do in XLA's own products (`reread_bytes` has the rest).
         """
         tiles = -(-self.num_outputs // self.tile_out)
-        loaded = num_used * self.item * self.num_inputs * (self.num_outputs + block_size) + 4 * tiles * (num_blocks + num_used)
-        stored = num_blocks * block_size * self.num_outputs * self.item
-        return hlo.Cost(loaded + stored, 2 * num_used * block_size * self.num_inputs * self.num_outputs)
+        loaded = (num_used * self.num_outputs + num_rows) * self.num_inputs * self.item
+        looked_up = 4 * tiles * (num_blocks + num_used * (1 + block_size))  # is it in use, whose is it, which copies
+        stored = num_rows * self.num_outputs * self.item
+        return hlo.Cost(loaded + looked_up + stored, 2 * num_used * block_size * self.num_inputs * self.num_outputs)
 
-    def reread_bytes(self, num_used: float, block_size: int) -> float:
+    def reread_bytes(self, num_rows: float) -> float:
         """What further tiles load of rows that the first has loaded: a few MB, which the second-level cache holds."""
-        return (-(-self.num_outputs // self.tile_out) - 1) * num_used * block_size * self.num_inputs * self.item
+        return (-(-self.num_outputs // self.tile_out) - 1) * num_rows * self.num_inputs * self.item
 
 
 def write_cost(num_tokens: int, vector_elements: int, num_parts: int, item: int = ITEM) -> hlo.Cost:
@@ -242,7 +243,7 @@ def _expert_cost(spec: ModelSpec, batch: int, rows: int) -> hlo.Cost:
             num_blocks = min(copies, copies // size + moe.num_experts)
             num_used = expected_blocks(moe, batch, size)
             for product in (GroupedProduct(spec.hidden_size, 2 * moe.size), GroupedProduct(moe.size, spec.hidden_size)):
-                cost = cost.plus(product.cost(num_blocks, num_used, size))
+                cost = cost.plus(product.cost(batch * moe.top_k, num_blocks, num_used, size))
     return cost
 
 

@@ -1,8 +1,8 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and only those are computed.
 
-Tokens are copied to rows sorted by expert and padded to blocks, each block is multiplied by its expert's matrices
-(`pallas_kernels.grouped_linear`), and the rows of a token are added up with its weights. Cost and memory follow the rows, not the
-number of experts. Routing is in float32. Formulas: the MoE modules of transformers (5.24) named in `spec.MoESpec`.
+Every token has a copy for each of its experts. Copies are dealt out to blocks, each of one expert, which are multiplied by its matrices
+(`pallas_kernels.grouped_linear`) where they lie; then the copies of a token are added up with its weights. Cost and memory follow the
+copies, not the number of experts. Routing is in float32. Formulas: the MoE modules of transformers (5.24) named in `spec.MoESpec`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxserve.models.mlp import ACTIVATIONS, MLP
 from jaxserve.models.shards import AXIS, UNCUT, Shards, num_local_experts
 from jaxserve.models.spec import MoESpec
 from pallas_kernels import grouped_linear
+from pallas_kernels.grouped_linear.api import NO_COPY
 
 MIN_BLOCK, MAX_BLOCK = 4, 64
 """Rows of a block: about as many as an expert gets, so that few are padding and few blocks share an expert."""
@@ -60,19 +61,19 @@ def _allowed(spec: MoESpec, scores: Float[Array, "T E"]) -> Bool[Array, "T E"]:
 
 
 class Blocks(NamedTuple):
-    """Where each token's copies lie.
+    """Which copies are multiplied by which expert. Copy `t * top_k + j` is token t for its expert j.
 
     Attributes:
-        row: The row of each token's copy for each of its experts.
-        token: The token of each row (any for padding rows), M rows.
+        place: The copy that each row of each block is for, or NO_COPY.
         expert: The expert of each block.
-        num_used: Blocks that hold rows.
+        num_used: Blocks that have copies.
+        is_placed: Which copies have a row.
     """
 
-    row: Int32[Array, "T top_k"]
-    token: Int32[Array, "M"]
+    place: Int32[Array, "M"]
     expert: Int32[Array, "num_blocks"]
     num_used: Int32[Array, ""]
+    is_placed: Bool[Array, "T top_k"]
 
 
 def block_size(num_tokens: int, top_k: int, num_experts: int, spare: int = 1) -> int:
@@ -87,31 +88,30 @@ def block_size(num_tokens: int, top_k: int, num_experts: int, spare: int = 1) ->
 def sort_into_blocks(
     expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int, *, num_all_experts: int | None = None, spare: int = 1
 ) -> Blocks:
-    """Rows by expert, each expert's padded to whole blocks. `spare` is as for `block_size`.
+    """Copies by expert, each expert's padded to whole blocks. `spare` is as for `block_size`.
 
-    Tokens from `num_tokens` on are padding and get rows after all others, as do copies for experts outside `[0, num_experts)`, which other
-    devices have; `num_all_experts` counts those too.
+    Tokens from `num_tokens` on are padding and get no rows, nor do copies for experts outside `[0, num_experts)`, which other devices have;
+    `num_all_experts` counts those too.
     """
     num_all, top_k = expert.shape
     num_copies, size = num_all * top_k, block_size(num_all, top_k, num_all_experts or num_experts, spare)
     # Every expert with rows wastes less than a block; there are no more blocks than copies.
     num_blocks = min(num_copies, num_copies // size + num_experts)
-    is_real = (jnp.arange(num_all) < num_tokens)[:, None]
+    is_placed = jnp.broadcast_to((jnp.arange(num_all) < num_tokens)[:, None], expert.shape)
     if num_all_experts is not None:
-        is_real = is_real & (expert >= 0) & (expert < num_experts)
-    flat = jnp.where(is_real, expert, num_experts).reshape(-1)
+        is_placed = is_placed & (expert >= 0) & (expert < num_experts)
+    flat = jnp.where(is_placed, expert, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     count = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
     num_expert_blocks = ((count + size - 1) // size)[:num_experts]
     last_block = jnp.cumsum(num_expert_blocks)
-    first_row = jnp.concatenate([last_block - num_expert_blocks, last_block[-1:]]) * size
+    first_row = jnp.append(last_block - num_expert_blocks, num_blocks) * size  # of what no expert here has, past the last row
     first_copy = jnp.cumsum(count) - count
     sorted_expert = flat[order]
-    sorted_row = first_row[sorted_expert] + jnp.arange(num_copies) - first_copy[sorted_expert]
-    row = jnp.zeros(num_copies, jnp.int32).at[order].set(sorted_row)
-    token = jnp.zeros(num_blocks * size, jnp.int32).at[row].set(jnp.arange(num_copies) // top_k, mode="drop")
+    row = first_row[sorted_expert] + jnp.arange(num_copies) - first_copy[sorted_expert]
+    place = jnp.full(num_blocks * size, NO_COPY, jnp.int32).at[row].set(order, mode="drop")
     block_expert = jnp.minimum(jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right", method="compare_all"), num_experts - 1)
-    return Blocks(row.reshape(expert.shape), token, block_expert.astype(jnp.int32), last_block[-1])
+    return Blocks(place, block_expert.astype(jnp.int32), last_block[-1], is_placed)
 
 
 class MoE(nnx.Module):
@@ -148,17 +148,20 @@ class MoE(nnx.Module):
         """Returns `[T, D]` in the dtype of `x`; tokens from `num_tokens` on are padding."""
         choice = route(self.spec, x, self.router[...], self.router_bias.get_value(), self.score_bias.get_value())
         blocks = self._blocks(choice.expert, num_tokens)
-        rows, weight = x[blocks.token], choice.weight
+        where = blocks.place, blocks.expert, blocks.num_used
+        rows, copies, weight = x, self.spec.top_k, choice.weight
         if self.spec.is_input_weighted:
-            row_weight = jnp.zeros(rows.shape[0], weight.dtype).at[blocks.row].set(weight, mode="drop")
-            rows, weight = (rows * row_weight[:, None]).astype(x.dtype), jnp.ones_like(weight)
-        expert, num_used = blocks.expert, blocks.num_used
-        inner = grouped_linear(rows, self.inner[...], self.inner_bias.get_value(), expert, num_used, implementation=self.backend)
+            rows = (x[:, None] * weight[..., None]).astype(x.dtype).reshape(-1, x.shape[-1])
+            copies, weight = 1, jnp.ones_like(weight)
+        inner = grouped_linear(rows, self.inner[...], self.inner_bias.get_value(), *where, copies=copies, implementation=self.backend)
         hidden = self._activated(inner).astype(x.dtype)
-        out = grouped_linear(hidden, self.down[...], self.down_bias.get_value(), expert, num_used, implementation=self.backend)
-        # Copies of padding tokens lie past the last block; what they add is never read, but must be there to be gathered.
-        copies = out.at[blocks.row].get(mode="fill", fill_value=0.0)
-        result = jnp.einsum("tkd,tk->td", copies.astype(jnp.float32), weight).astype(x.dtype)
+        out = grouped_linear(hidden, self.down[...], self.down_bias.get_value(), *where, implementation=self.backend)
+        if self.shared is not None:
+            # The shared expert comes last. XLA's own order follows from the number of pages, and memory is planned before that is known.
+            x, out = lax.optimization_barrier((x, out))
+        out = out.astype(jnp.float32).reshape(*weight.shape, -1)
+        computed = jnp.where(blocks.is_placed[..., None], out, 0.0)
+        result = jnp.einsum("tkd,tk->td", computed, weight).astype(x.dtype)
         return result if self.shared is None else result + self._shared(x, num_tokens)
 
     def _blocks(self, expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""]) -> Blocks:
@@ -169,7 +172,7 @@ class MoE(nnx.Module):
         first = lax.axis_index(AXIS) * num_local
         return sort_into_blocks(expert - first, num_tokens, num_local, num_all_experts=spec.num_experts, spare=spare)
 
-    def _activated(self, inner: Float[Array, "M 2F"]) -> jax.Array:
+    def _activated(self, inner: Float[Array, "N 2F"]) -> jax.Array:
         gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
         if self.spec.clamp is None:
             return ACTIVATIONS[self.spec.activation](gate) * up

@@ -1,1 +1,1 @@
-"""Rows sorted by expert times the experts' matrices. The entrance is `api`."""
+"""Rows that are dealt out to blocks times the matrices of the blocks' experts. The entrance is `api`."""

@@ -1,4 +1,4 @@
-"""Rows that are sorted into blocks, each block times the matrix of its own expert: the products of a mixture of experts.
+"""Rows that are dealt out to blocks, each block times the matrix of its own expert: the products of a mixture of experts.
 
 Says the shapes and the rules that every implementation keeps. `jax.lax.ragged_dot` is not used: on CPU and GPU XLA lowers it to a
 product of every row with every expert. Next: `reference` (the rules as code), `xla` (any device).
@@ -13,25 +13,36 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch
 
+NO_COPY = 2**31 - 1
+"""In place of the number of a copy: none. Past the end of every array."""
+
 
 def grouped_linear(
-    x: Float[Array, "M in"],
+    x: Float[Array, "T in"],
     weight: Float[Array, "E out in"],
     bias: Float[Array, "E out"] | None,
+    place: Int32[Array, "M"],
     block_expert: Int32[Array, "num_blocks"],
     num_used: Int32[Array, ""],
     *,
+    copies: int = 1,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`x @ weight[expert].T + bias[expert]` for each block of rows. Returns `[M, out]` in `out_dtype`, by default the dtype of `x`.
+    """Row p of the result is `x[p // copies] @ weight[expert].T + bias[expert]`, with the expert of the block that has p.
+
+    Returns `[T * copies, out]` in `out_dtype`, by default the dtype of `x`. Callers sort and pad nothing: rows are read where they
+    lie, and written where the next step wants them. Rows of the result that no block in use has are undefined and may be NaN: leave them
+    out with `where`, not with a weight of 0.
 
     Args:
-        x: M = num_blocks * B rows, block after block; cast to the dtype of `weight` first.
+        x: Read once for each copy; cast to the dtype of `weight` first.
         weight: The experts' matrices, inputs last.
         bias: Added to the sums.
+        place: M = num_blocks * B numbers, block after block: the p of each of the block's B rows, or NO_COPY. No p comes twice.
         block_expert: The expert of each block.
-        num_used: Blocks to compute; the rows of others are 0 and their experts' weights are not read.
+        num_used: Blocks to compute; neither the rows nor the experts' weights of others are read.
+        copies: Rows of the result for each row of `x`.
         out_dtype: Float32, or the dtype of `x`.
         implementation: One of `dispatch.IMPLEMENTATIONS`; None takes the best one that this machine has.
 
@@ -40,8 +51,10 @@ def grouped_linear(
     Raises:
         ValueError: unknown or unavailable `implementation`.
     """
-    assert x.shape[1] == weight.shape[2] and x.shape[0] % block_expert.shape[0] == 0, (x.shape, weight.shape, block_expert.shape)
+    assert x.shape[1] == weight.shape[2], (x.shape, weight.shape)
+    assert place.shape[0] % block_expert.shape[0] == 0, (place.shape, block_expert.shape)
     assert bias is None or bias.shape == weight.shape[:2], (weight.shape, bias)
     run = dispatch.load("grouped_linear", implementation or dispatch.choose(dispatch.this_device())[0])
-    product: jax.Array = run(x, weight, bias, block_expert, num_used, out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    product: jax.Array = run(x, weight, bias, place, block_expert, num_used, copies=copies, out_dtype=dtype)
     return product

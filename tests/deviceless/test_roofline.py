@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.bench import roofline
@@ -15,7 +16,7 @@ from jaxserve.bench.whole_step import WholeStep
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.spec import MoESpec
 from pallas_kernels import deviceless, triton_on_numpy
-from pallas_kernels.grouped_linear.api import grouped_linear
+from pallas_kernels.grouped_linear.api import NO_COPY, grouped_linear
 from pallas_kernels.grouped_linear.arg_specs import GroupedLinearSpec
 from pallas_kernels.grouped_linear.arg_specs import make_args as grouped_args
 from pallas_kernels.paged_attention.api import paged_attention
@@ -27,8 +28,6 @@ pytestmark = pytest.mark.skipif(deviceless.unavailable_reason() is not None, rea
 
 ROOT = Path(__file__).parents[2]
 CLOSE = 0.02
-MORE = {"deepseek-v2-lite": {1024: 1.17}}
-"""By model and context, where more is moved: latent vectors are little beside the rows of experts that kernels hand on, padded."""
 
 
 @pytest.mark.parametrize(
@@ -72,12 +71,14 @@ def test_writing_moves_what_the_formula_says() -> None:
 
 def test_grouped_products_move_what_the_formula_says() -> None:
     spec = GroupedLinearSpec(
-        num_blocks=6, num_used=4, block_size=8, num_experts=5, num_inputs=192, num_outputs=256, dtype="float16", out_dtype="float16"
-    )
-    _, traffic = triton_on_numpy.run(grouped_linear, *grouped_args(spec), implementation="triton")
-    product = GroupedProduct(192, 256)
-    cost = product.cost(6, 4, 8)
-    assert cost.num_bytes + product.reread_bytes(4, 8) == pytest.approx(traffic.load_bytes + traffic.store_bytes, rel=CLOSE)
+        num_rows=60, num_blocks=6, num_used=4, block_size=8, num_experts=5, num_inputs=192, num_outputs=256, dtype="float16",
+        out_dtype="float16",
+    )  # fmt: skip
+    args = grouped_args(spec)
+    _, traffic = triton_on_numpy.run(grouped_linear, *args, implementation="triton")
+    product, num_rows = GroupedProduct(192, 256), np.count_nonzero(args.place[: 4 * 8] != NO_COPY)
+    cost = product.cost(num_rows, 6, 4, 8)
+    assert cost.num_bytes + product.reread_bytes(num_rows) == pytest.approx(traffic.load_bytes + traffic.store_bytes, rel=CLOSE)
     assert cost.num_operations == 2 * 4 * 8 * 192 * 256
 
 
@@ -108,8 +109,7 @@ def test_pages_held_by_hand() -> None:
 def test_a_decode_step_moves_little_more_than_it_must(programs: Programs) -> None:
     floors = roofline.decode_floors(programs.step, programs.step.max_num_seqs, programs.module("decode"))
     ratios = {floor.context: floor.ratio for floor in floors}
-    limits = dict.fromkeys(ratios, 1.15) | MORE.get(programs.name, {})
-    assert all(0.97 < ratio <= limits[context] for context, ratio in ratios.items()), ratios
+    assert all(0.97 < ratio <= 1.15 for ratio in ratios.values()), ratios
 
 
 def test_the_table_of_floors_is_not_stale(programs: Programs) -> None:

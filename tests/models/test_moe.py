@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,18 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.models import moe as moe_module
 from jaxserve.models.mlp import MLP
 from jaxserve.models.moe import MAX_BLOCK, MIN_BLOCK, MoE, block_size, route, sort_into_blocks
+from jaxserve.models.shards import AXIS, Shards
 from jaxserve.models.spec import MoESpec
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, grouped_linear
+from pallas_kernels.grouped_linear.api import NO_COPY
 
 USABLE = [name for name, reason in dispatch.available().items() if reason is None]
 D, F, E = 16, 12, 8
+CUT = ("inner", "down", "inner_bias", "down_bias")
+"""Tensors of which each device has its experts' part."""
 MIXTRAL = {"num_experts": E, "top_k": 2, "size": F, "activation": "silu", "is_normalized": True}
 SPECS = {
     "softmax": MoESpec(**MIXTRAL),
@@ -172,20 +179,19 @@ def test_every_copy_has_a_row_of_its_own_in_a_block_of_its_expert(
     ranking = rng.standard_normal((num_all, num_experts)) + skew * np.arange(num_experts)
     expert = np.argsort(-ranking, axis=-1)[:, :top_k].astype(np.int32)
     num_tokens = round(share * num_all)
-    row, token, block_expert, num_used = map(np.asarray, sort_compiled(expert, jnp.int32(num_tokens), num_experts))
+    place, block_expert, num_used, is_placed = map(np.asarray, sort_compiled(expert, jnp.int32(num_tokens), num_experts))
 
     size = block_size(num_all, top_k, num_experts)
     counts = np.bincount(expert[:num_tokens].reshape(-1), minlength=num_experts)
     assert num_used == sum(-(-count // size) for count in counts) <= len(block_expert)
-    assert len(token) == len(block_expert) * size
-    rows = row[:num_tokens].reshape(-1)
-    assert len(set(rows.tolist())) == num_tokens * top_k
-    assert (rows < num_used * size).all() and (rows >= 0).all()
-    np.testing.assert_array_equal(block_expert[rows // size], expert[:num_tokens].reshape(-1))
-    np.testing.assert_array_equal(token[rows], np.repeat(np.arange(num_tokens), top_k))
-    assert (row[num_tokens:] >= num_used * size).all(), "padding costs no block"
+    assert len(place) == len(block_expert) * size
+    (rows,) = np.nonzero(place != NO_COPY)
+    assert sorted(place[rows].tolist()) == list(range(num_tokens * top_k)), "each copy once, none of padding"
+    assert (rows < num_used * size).all()
+    np.testing.assert_array_equal(block_expert[rows // size], expert.reshape(-1)[place[rows]])
+    np.testing.assert_array_equal(is_placed, np.broadcast_to((np.arange(num_all) < num_tokens)[:, None], expert.shape))
     assert (np.diff(block_expert[:num_used]) >= 0).all(), "an expert's weights are read once"
-    assert ((token >= 0) & (token < num_all)).all() and ((block_expert >= 0) & (block_expert < num_experts)).all()
+    assert ((block_expert >= 0) & (block_expert < num_experts)).all()
 
 
 @pytest.mark.parametrize(
@@ -209,6 +215,38 @@ def test_output_is_that_of_every_expert_in_turn(name: str, backend: str) -> None
     good = [t for t in range(num_tokens) if t not in (0, 5)]
     np.testing.assert_array_equal(spoiled[good], out[good])
     assert not np.isfinite(spoiled[[0, 5]]).any()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", ["every expert", "one expert, input weighted, shared", "biases and a bounded activation"])
+def test_what_nobody_computed_reaches_nothing(name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some implementations leave rows of the products undefined: those of padding tokens, and of experts that other devices have."""
+    spec, x = replace(SPECS[name], shared_size=None), jnp.asarray(inputs(24))
+    weights = random_weights(spec)
+    shards = Shards(num_devices, has_expert_parallel=num_devices > 1)
+
+    def parts(key: str, array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array.reshape(num_devices, -1, *array.shape[1:]) if key in CUT else np.stack([array] * num_devices))
+
+    def step() -> np.ndarray:
+        def one_device(arrays: dict[str, jax.Array]) -> jax.Array:
+            return MoE(spec, **arrays, backend="xla", shards=shards)(x, jnp.int32(21))
+
+        of_devices = jax.vmap(one_device, axis_name=AXIS)({key: parts(key, array) for key, array in weights.items()})
+        return np.asarray(of_devices.sum(axis=0))
+
+    def hostile(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *where: jax.Array, copies: int = 1, **options: Any) -> jax.Array:
+        place, block_expert, num_used = where
+        size = place.shape[0] // block_expert.shape[0]
+        used = jnp.where(jnp.arange(place.shape[0]) < num_used * size, place, NO_COPY)
+        is_computed = jnp.zeros(x.shape[0] * copies, jnp.bool_).at[used].set(True, mode="drop")
+        return jnp.where(is_computed[:, None], grouped_linear(x, weight, bias, *where, copies=copies, **options), jnp.nan)
+
+    expected = step()
+    whole = np.stack([output_of(spec, token, weights) for token in np.asarray(x[:21])])
+    np.testing.assert_allclose(expected[:21], whole, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(moe_module, "grouped_linear", hostile)
+    np.testing.assert_array_equal(step(), expected)
 
 
 def test_narrow_activations_keep_their_dtype() -> None:

@@ -20,6 +20,7 @@ from jaxserve.models.registry import resolve_spec
 from jaxserve.models.shards import Shards, shard_spec, tensor_parts
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensors import tensor_shapes
+from pallas_kernels.grouped_linear.api import NO_COPY
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 1003}
 DENSE = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -129,8 +130,9 @@ def test_experts_of_other_devices_take_no_rows() -> None:
     # Six experts, this device has the first two; the third token is padding.
     expert = np.array([[0, 4], [1, 0], [1, 1], [5, 3]], np.int32)[np.array([0, 1, 3, 2])]
     blocks = jax.jit(partial(sort_into_blocks, num_experts=2, num_all_experts=6))(jnp.asarray(expert), jnp.int32(3))
-    size = len(blocks.token) // len(blocks.expert)
+    size = len(blocks.place) // len(blocks.expert)
     assert int(blocks.num_used) == 2 and blocks.expert[:2].tolist() == [0, 1]
-    assert blocks.row[0, 0] < size and blocks.row[1, 1] < size <= blocks.row[1, 0] < 2 * size
-    others = [blocks.row[0, 1], *blocks.row[2], *blocks.row[3]]
-    assert min(map(int, others)) >= 2 * size
+    assert blocks.place[:size].tolist() == [0, 3] + [NO_COPY] * (size - 2)
+    assert blocks.place[size : 2 * size].tolist() == [2] + [NO_COPY] * (size - 1)
+    assert (blocks.place[2 * size :] == NO_COPY).all()
+    assert blocks.is_placed.tolist() == [[True, False], [True, True], [False, False], [False, False]]
