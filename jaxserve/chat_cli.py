@@ -12,7 +12,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from jaxserve.answer_source import AnswerSource, Message, Write
-from jaxserve.errors import ERROR_PREFIX, JaxserveError
+from jaxserve.errors import ERROR_PREFIX, InvalidRequest, JaxserveError
 
 HELP = "Ctrl-C stops an answer, Ctrl-D or /exit ends; /reset forgets the conversation."
 Ask = Callable[[str, Write], str | None]
@@ -66,14 +66,22 @@ def _run(ask: Ask, reset: Callable[[], None], message: str | None) -> int:
     elif sys.stdin.isatty() and sys.stdout.isatty():
         _converse(ask, reset)
     else:
-        for line in _piped_lines():
-            if line.strip() == "/exit":
-                break
-            if line.strip() == "/reset":
-                reset()
-            else:
-                _answer(ask, line)
+        _answer_lines(ask, reset)
     return 0
+
+
+def _answer_lines(ask: Ask, reset: Callable[[], None]) -> None:
+    """Turns from a pipe or a file, until its end or /exit; InvalidRequest where it holds none."""
+    line = None
+    for line in _piped_lines():
+        if line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            reset()
+        else:
+            _answer(ask, line)
+    if line is None:
+        raise InvalidRequest("standard input is empty: give a line there or as an argument.")
 
 
 def _answer(ask: Ask, text: str) -> None:

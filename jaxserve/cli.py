@@ -70,15 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(argv: Sequence[str]) -> int:
     """`jaxserve serve MODEL`: engine, HTTP and gRPC until it is told to stop."""
+    arguments = serve_arguments(argv)
+    settings = resolve_settings(arguments, os.environ, arguments["config"])
+    from jaxserve.serve.supervisor import serve as run_servers
+
+    return run_servers(settings.engine, settings.server, settings.origins)
+
+
+def serve_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """What is given to `jaxserve serve`, by name: `config`, and what `resolve_settings` takes as flags."""
     parser = _parser("serve", "MODEL", "Serves a model over HTTP (OpenAI's protocol) and gRPC.")
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_MODEL_HELP)
     _add_config_file(parser)
     add_flags(parser, EngineConfig, ServerConfig)
-    arguments = _parse(parser, argv)
-    settings = resolve_settings(arguments, os.environ, arguments.get("config"))
-    from jaxserve.serve.supervisor import serve as run_servers
-
-    return run_servers(settings.engine, settings.server, settings.origins)
+    return _parse(parser, argv)
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -297,7 +302,10 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, An
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("Type the prompt; end it with Ctrl-D.", file=sys.stderr)
-    return sys.stdin.read().removesuffix("\n")
+    prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise InvalidRequest("standard input is empty: give a prompt there or as an argument.")
+    return prompt
 
 
 def _has_main(name: str) -> bool:

@@ -31,7 +31,7 @@ def choose_platform(wanted: str, driver: str | None, plugin: str | None, jax_pla
     if plugin is None:
         raise ConfigError(
             f"this machine has NVIDIA driver {driver}, but JAX has no CUDA plugin to use it with: the extra `cuda12` is missing. "
-            "Install it with `pip install 'jaxserve[cuda12]'`, or run on the CPU on purpose with --device cpu."
+            "Install it (`pip install '.[cuda12]'` in a clone), or run on the CPU on purpose with --device cpu."
         )
     return "gpu"
 

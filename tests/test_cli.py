@@ -140,6 +140,14 @@ def test_generate_prints_only_text(
     assert captured.err.split() == ["weights", "1.50", "s", "float32"], "stages of start-up go to stderr"
 
 
+@pytest.mark.parametrize("stdin", ["", "\n"])
+def test_generate_wants_a_prompt_before_it_starts(stdin: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("jaxserve.llm.LLM", EchoLLM)
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert main(["generate", "m"]) == 2
+    assert capsys.readouterr().err == "jaxserve: error: standard input is empty: give a prompt there or as an argument.\n"
+
+
 def test_generate_tells_of_a_failed_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("jaxserve.llm.LLM", EchoLLM)
     monkeypatch.setattr(EchoLLM, "error", "the step failed")

@@ -29,7 +29,7 @@ def test_platform(wanted: str, driver: str | None, plugin: str | None, variable:
 
 @pytest.mark.parametrize("wanted", ["auto", "gpu"])
 def test_a_driver_without_the_extra_stops_and_names_the_fix(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=r"driver 570\.1.*`cuda12` is missing.*pip install 'jaxserve\[cuda12\]'.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"driver 570\.1.*`cuda12` is missing.*pip install '\.\[cuda12\]'.*--device cpu"):
         choose_platform(wanted, "570.1", None)
 
 

@@ -111,3 +111,43 @@ def test_the_gates_count_what_is_drawn() -> None:
     report = runpy.run_path(str(ROOT / "scripts" / "gates_report.py"))["GatesReport"]()
     report.pytest_runtest_teardown(SimpleNamespace(hypothesis_statistics=statistics[0]))
     assert report.counts["shapes"] == 7
+
+
+DEMO = "{root}/checkpoints/smollm2-135m-instruct"
+DEMO_NAME = "--served-model-name smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize(
+    ("given", "file", "environ", "expected"),
+    [
+        ("", "", {}, f"{DEMO} {DEMO_NAME}"),
+        ("--port 8001", "", {}, f"{DEMO} {DEMO_NAME} --port 8001"),
+        ("m --port 8001", "", {}, "m --port 8001"),
+        ("--port 8001 m", "", {}, "--port 8001 m"),
+        ("--served-model-name mine", "", {}, f"{DEMO} --served-model-name mine"),
+        ("", "", {"JAXSERVE_MODEL": "m"}, ""),
+        ("", "", {"JAXSERVE_SERVED_MODEL_NAME": "mine"}, DEMO),
+        ("--config file.yaml", "model: m", {}, "--config file.yaml"),
+        ("--config file.yaml", "served-model-name: mine", {}, f"{DEMO} --config file.yaml"),
+        ("--config=file.yaml", "port: 8001", {}, f"{DEMO} {DEMO_NAME} --config=file.yaml"),
+        ("--config none.yaml", "", {}, "--config none.yaml"),
+        ("--prot 8001", "", {}, "--prot 8001"),
+        ("--help", "", {}, "--help"),
+    ],
+)
+def test_serve_takes_the_demo_model_where_none_is_named(
+    tmp_path: Path, given: str, file: str, environ: dict[str, str], expected: str
+) -> None:
+    """With an environment of stubs: a jaxserve that says what it is told, and finds the demo model converted."""
+    for name in ("serve", "unnamed_settings.py"):
+        script(tmp_path / "scripts" / name, "").write_bytes((ROOT / "scripts" / name).read_bytes())
+    script(tmp_path / "scripts" / "_python.sh", "VENV=.venv; has_nvidia_driver() { false; }; ensure_environment() { :; }")
+    script(tmp_path / ".venv" / "bin" / "python", f'exec "{sys.executable}" "$@"')
+    script(tmp_path / ".venv" / "bin" / "jaxserve", 'echo "$@"')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file.yaml").write_text(file)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAXSERVE_")} | environ
+    command = [str(tmp_path / "scripts" / "serve"), *given.split()]
+    result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["serve", *expected.format(root=tmp_path).split()], result.stderr

@@ -27,7 +27,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def download(repo_id: str, revision: str | None) -> tuple[Path, str]:
-    """The directory of a hub checkpoint (downloaded if need be) and its commit.
+    """The directory of a hub checkpoint (downloaded if need be) and its commit. No path has its name: callers look there first.
 
     Raises:
         CheckpointError: Gated, missing, or not reachable and not in the local cache; the message is one line.
@@ -60,7 +60,9 @@ def download(repo_id: str, revision: str | None) -> tuple[Path, str]:
             if isinstance(answer, HfHubHTTPError):
                 raise CheckpointError(f"{at} cannot be downloaded: {constants.ENDPOINT} answered: {_first_line(answer)}") from None
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
-        raise CheckpointError(f"{at} is not in the local cache ({constants.HF_HUB_CACHE}) and {why}.") from None
+        raise CheckpointError(
+            f"{at} is neither a file or directory here nor in the hub's local cache ({constants.HF_HUB_CACHE}), and {why}."
+        ) from None
     return Path(path), os.path.basename(path)
 
 

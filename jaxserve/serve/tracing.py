@@ -40,7 +40,8 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
-                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'jaxserve[otel]', or drop the flag."
+                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): install the extra `otel` "
+                "(`pip install '.[otel]'` in a clone), or drop the flag."
             ) from None
         self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxserve"}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint)))

@@ -133,9 +133,14 @@ def test_missing_revision(tmp_path, endpoint):
     assert error_of(run(tmp_path, endpoint, "org/tiny", "--revision", "v9")) == f"org/tiny has no revision 'v9' on {endpoint}."
 
 
+def absent(tmp_path):
+    """How a message begins about a name that is nowhere on this machine."""
+    return f"org/tiny is neither a file or directory here nor in the hub's local cache ({tmp_path / 'hf' / 'hub'})"
+
+
 def test_offline(tmp_path, endpoint):
     message = error_of(run(tmp_path, endpoint, "org/tiny", HF_HUB_OFFLINE="1"))
-    assert message == f"org/tiny is not in the local cache ({tmp_path / 'hf' / 'hub'}) and HF_HUB_OFFLINE is set."
+    assert message == f"{absent(tmp_path)}, and HF_HUB_OFFLINE is set."
 
 
 def test_unreachable(tmp_path):
@@ -143,7 +148,7 @@ def test_unreachable(tmp_path):
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         message = error_of(run(tmp_path, endpoint, "org/tiny"))
-    assert message == f"org/tiny is not in the local cache ({tmp_path / 'hf' / 'hub'}) and {endpoint} cannot be reached."
+    assert message == f"{absent(tmp_path)}, and {endpoint} cannot be reached."
 
 
 def test_server_error(tmp_path, endpoint):

@@ -190,6 +190,13 @@ def test_pipes_get_answers_only(server: Any) -> None:
     assert one.stdout == completion(server, prompts[0], 6) + "\n"
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_an_empty_pipe_is_an_error(server: Any, command: str) -> None:
+    result = run(command, "--url", server.http, stdin="\n")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("jaxserve: error: standard input is empty") and result.stderr.count("\n") == 1
+
+
 def test_one_message(server: Any) -> None:
     result = run("chat", "--url", server.http, "--temperature", "0", "--max-tokens", "6", "--message", "/reset", stdin="not read\n")
     ids = server.tokenizer.encode("<s>user: /reset<|im_end|>assistant: ", add_special_tokens=False)
