@@ -11,7 +11,7 @@ end = 200):
     first tile       96..159 = pages 41, 7, 93, 12: 4 boxes of keys, 4 of values          (96..99 are copied, and masked)
     second tile      160..223 = pages 5, 88, 30:    3 boxes each, the fourth is left out  (200..223 are masked)
 
-    device memory                          shared memory: a ring of 2 to 4 stages
+    device memory                          shared memory: a ring of stages
     page 41 keys   [16, H] -- TMA -->      keys   [ 41 | 7 | 93 | 12 ]  kv_tile x H, 8 rows by one swizzle to a block, as wgmma reads it
     page 41 values [16, H] -- TMA -->      values [ 41 | 7 | 93 | 12 ]  likewise
                                            filled: counts the boxes of a stage     used: its readers are done with it
@@ -32,14 +32,14 @@ columns by TMA, with zeros it does not read.
 
 Pages of 8 and of 32 bits. wgmma multiplies 16-bit numbers (8-bit floats too, but not values that lie along the head; float32 as tf32,
 11 bits). So TMA leaves such tiles as they are stored in a ring of their own, and the memory warpgroup widens one after the other into a
-stage: 8-bit numbers to bfloat16 or float16, which hold them exactly, float32 numbers to three bfloat16 that add up to them (six products
+stage: 8-bit numbers to bfloat16, which holds them exactly, float32 numbers to three bfloat16 that add up to them (six products
 then stand for one). Scales multiply scores and weights, in float32:
 
     device memory                       stored as they are               stages, as wgmma reads them
-    page 41 keys   int8 [16, H] -TMA->  [ 41 | 7 | 93 | 12 ]  -widen->   keys [64, H] 16 bits
+    page 41 keys   int8 [16, H] -TMA->  [ 41 | 7 | 93 | 12 ]  -widen->   keys [64, H] bf16
     page 41 scales      [16]    -TMA->  a row of 32 for each box  -->    scales [64], 0 outside [first, end)
 
-What it leaves to `triton`: latent pages of one part, and what shared memory is too small for (float32 heads of 192 and 256).
+What it leaves to `triton`: latent pages of one part, and what shared memory is too small for (float32 heads of 192 and 256, wide groups).
 
 Does not know the tuning of a card (`mosaic_gpu_plan` has the heuristics). Rules: `reference`. Next: `mosaic_gpu_tile`, `mosaic_gpu_fetch`.
 """
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 CAPABILITY = (9, 0)
 """The one that has wgmma."""
-_TILES = {"kv_tile": (64, 128), "num_stages": (2, 3, 4)}
+_TILES = {"kv_tile": (64, 128), "num_stages": (1, 2, 3, 4)}
 TUNABLES = {"decode": {**_TILES, "num_splits": (1, 2, 4, 8, 16)}, "prefill": _TILES}
 """What `tuning` may try of `Sizes`, by launch; what does not fit shared memory does not compile, and is passed over."""
 
@@ -155,10 +155,13 @@ def paged_attention(
 
 
 def _operands(q: jax.Array, page_dtype: DTypeLike) -> jax.Array:
-    """Queries as wgmma's operands [num_parts, *q.shape]: of the dtype of 16-bit pages, or else of their own if that has 16 bits."""
+    """Queries as wgmma's operands [num_parts, *q.shape]: of the dtype of 16-bit pages, or else bfloat16.
+
+    Float16 would do for numbers of 8 bits, but not for weights times scales, which may be smaller than it holds.
+    """
     page_bytes = jnp.dtype(page_dtype).itemsize
-    if page_bytes == 2 or (page_bytes == 1 and q.dtype.itemsize == 2):
-        return q.astype(page_dtype if page_bytes == 2 else q.dtype)[None]
+    if page_bytes == 2:
+        return q.astype(page_dtype)[None]
     parts, rest = [], q.astype(jnp.float32)
     for _ in range(planning.num_parts(page_bytes)):
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))  # XLA may drop a pair of conversions, but not this

@@ -67,11 +67,11 @@ def decode(
         out=plgpu.SMEM((num_queries, plan.padded_head_dim), jnp.float32),
         peak=per_query,
         total=per_query,
-        q_here=plgpu.Barrier(num_arrivals=1),
+        q_here=plgpu.Barrier(num_arrivals=plan.num_parts),
     )
     kernel = plgpu.kernel(
         functools.partial(_block, plan=plan, rules=rules, num_splits=num_splits),
-        out_type=(jax.ShapeDtypeStruct((*shares, head_dim), jnp.float32), *[jax.ShapeDtypeStruct(shares, jnp.float32)] * 2),
+        out_type=(jax.ShapeDtypeStruct((*shares, plan.padded_head_dim), jnp.float32), *[jax.ShapeDtypeStruct(shares, jnp.float32)] * 2),
         scratch_types=[scratch],
         grid=(num_rows, num_kv_heads, num_splits),
         grid_names=("row", "head", "split"),
@@ -79,7 +79,8 @@ def decode(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return Partials(*kernel(q, pages, page_tables, kv_length))
+    values, peak, total = kernel(q, pages, page_tables, kv_length)
+    return Partials(values[..., :head_dim], peak, total)
 
 
 def merge(partials: Partials, sinks: jax.Array | None) -> jax.Array:
@@ -107,7 +108,7 @@ def _block(
     row, head, split = jax.lax.axis_index("row"), jax.lax.axis_index("head"), jax.lax.axis_index("split")
     warpgroup = jax.lax.axis_index("warpgroup")
     end = kv_length[row]
-    steps = tile.walk(rules.first_visible(end - 1), end, plan, part=split, num_parts=num_splits)
+    steps = tile.walk(rules.first_visible(end - 1), end, plan, share=split, num_shares=num_splits)
 
     @pl.when(warpgroup == _MEMORY)
     def _fetch() -> None:
@@ -118,7 +119,8 @@ def _block(
 
         @pl.when(steps.count > 0)
         def _fetch_queries() -> None:
-            plgpu.copy_gmem_to_smem(q.at[row, head], shared.q, shared.q_here)
+            for n in range(plan.num_parts):  # TMA has five dimensions, and tiles make two of one
+                plgpu.copy_gmem_to_smem(q.at[row, head, n], shared.q.at[n], shared.q_here)
             plgpu.barrier_wait(shared.q_here)
 
         step = functools.partial(_one_tile, shared=shared, plan=plan, rules=rules, steps=steps)
@@ -133,7 +135,7 @@ def _block(
         shared.peak[...] = peak
         shared.total[...] = total.sum(0)
         plgpu.commit_smem()
-        for source, target in zip((shared.out.at[:, pl.ds(0, plan.head_dim)], shared.peak, shared.total), outputs, strict=True):
+        for source, target in zip((shared.out, shared.peak, shared.total), outputs, strict=True):
             plgpu.copy_smem_to_gmem(source, target.at[row, head, split])
         plgpu.wait_smem_to_gmem(0)
 
@@ -156,14 +158,15 @@ def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: DecodePlan,
             plgpu.wgmma(product, shared.kv.keys.at[slot, a], shared.q.at[b].transpose((1, 0)))
         return product[...]
 
-    logits = rules.logits(_scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), shared.kv.scales, slot, 0))
+    logits = rules.logits(shared.kv.scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), slot, fetch.KEYS, key_axis=0))
     position = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     logits = jnp.where((position >= steps.first) & (position < steps.end), logits, -jnp.inf)
     new_peak = jnp.maximum(peak, logits.max(0))
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(logits - jax.lax.broadcast_in_dim(new_peak, shape, (1,)))
     total = total * jax.lax.broadcast_in_dim(decay, shape, (1,)) + weights
-    for n, part in enumerate(tile.in_parts(_scaled(weights, shared.kv.scales, slot, 1), plan.num_parts, shared.weights.dtype)):
+    times_scales = shared.kv.scaled(weights, slot, fetch.VALUES, key_axis=0)
+    for n, part in enumerate(tile.in_parts(times_scales, plan.num_parts, shared.weights.dtype)):
         shared.weights.at[n].transpose((1, 0))[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
 
     @pl.when(tile.is_cut(start, plan.kv_tile, steps))
@@ -181,11 +184,3 @@ def _one_tile(i: jax.Array, state: _State, *, shared: _Shared, plan: DecodePlan,
     values = pl.run_scoped(multiply_values, plgpu.ACC((plan.padded_head_dim, plan.num_queries)))
     fetch.release(shared.kv.used, i, plan, steps)
     return new_peak, total, acc * jax.lax.broadcast_in_dim(decay, acc.shape, (1,)) + values
-
-
-def _scaled(x: jax.Array, scales: Ref | None, slot: jax.Array, part: int) -> jax.Array:
-    """Each key's row of x [kv_tile, R] times the scale of its keys (part 0) or values (1)."""
-    if scales is None:
-        return x
-    of_key = plgpu.load(scales.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1))
-    return x * jax.lax.broadcast_in_dim(of_key, x.shape, (0,))

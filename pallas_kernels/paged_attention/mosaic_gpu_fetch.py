@@ -20,6 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.mosaic_gpu_plan import WARPGROUP_ROWS, TilePlan, scales_of_box
 from pallas_kernels.paged_attention.mosaic_gpu_tile import Ref, Walk, in_parts, operand, swizzled
 
+KEYS, VALUES = 0, 1
+"""The parts of a page."""
+
 
 class Stored(NamedTuple):
     """Shared memory of tiles as pages hold them, `[num_stored, kv_tile, H]`, and the barriers that say that a tile is here.
@@ -30,7 +33,7 @@ class Stored(NamedTuple):
     keys: Ref
     values: Ref
     scales: Ref | None
-    here: Ref
+    arrived: Ref
 
 
 class Stages(NamedTuple):
@@ -46,6 +49,13 @@ class Stages(NamedTuple):
     filled: Ref
     used: Ref
     stored: Stored | None
+
+    def scaled(self, x: jax.Array, slot: jax.Array, kind: int, *, key_axis: int) -> jax.Array:
+        """`x` times the scale of each key (`kind` KEYS) or value (VALUES) of a stage; x itself where pages have no scales."""
+        if self.scales is None:
+            return x
+        of_key = plgpu.load(self.scales.at[slot, kind], layout=plgpu.Layout.WGMMA.reduce(1 - key_axis))
+        return x * jax.lax.broadcast_in_dim(of_key, x.shape, (key_axis,))
 
 
 def stages(plan: TilePlan, page_dtype: Any, dtype: Any, num_readers: int) -> Stages:
@@ -102,7 +112,7 @@ def fetch_tiles(pages: Pages, table: Ref, to: Stages, *, plan: TilePlan, head: j
         copy(i, to.keys.at[slot, 0], to.values.at[slot, 0], None, to.filled.at[slot])
 
     def widen_tile(i: jax.Array, stored: Stored) -> None:
-        plgpu.barrier_wait(stored.here.at[jax.lax.rem(i, plan.num_stored)])
+        plgpu.barrier_wait(stored.arrived.at[jax.lax.rem(i, plan.num_stored)])
         slot = await_readers(i)
         _widen(to, stored, i, plan=plan, steps=steps)
         plgpu.commit_smem()  # also: all threads have read what the next copies overwrite
@@ -117,7 +127,7 @@ def fetch_tiles(pages: Pages, table: Ref, to: Stages, *, plan: TilePlan, head: j
         def _start() -> None:
             slot = jax.lax.rem(i, plan.num_stored)
             scales = None if stored.scales is None else stored.scales.at[slot]
-            copy(i, stored.keys.at[slot], stored.values.at[slot], scales, stored.here.at[slot])
+            copy(i, stored.keys.at[slot], stored.values.at[slot], scales, stored.arrived.at[slot])
 
     if stored is None:
         jax.lax.fori_loop(0, steps.count, copy_tile, None)
@@ -162,13 +172,13 @@ def _start_copies(
             page = table[position // page_size]
             places = pl.ds(pl.multiple_of(jax.lax.rem(position, page_size), plan.box), plan.box)
             width = pl.ds(0, values.shape[-1])  # what lies past the head is 0, written by TMA
-            plgpu.copy_gmem_to_smem(pages.numbers.at[page, 0, head, places], keys.at[rows], barrier)
-            plgpu.copy_gmem_to_smem(pages.numbers.at[page, 1, head, places, width], values.at[rows], barrier)
+            plgpu.copy_gmem_to_smem(pages.numbers.at[page, KEYS, head, places], keys.at[rows], barrier)
+            plgpu.copy_gmem_to_smem(pages.numbers.at[page, VALUES, head, places, width], values.at[rows], barrier)
             if scales is not None:
                 assert pages.scales is not None
-                for part in range(2):
-                    here = scales.at[part, j, pl.ds(0, plan.box)]
-                    plgpu.copy_gmem_to_smem(pages.scales.at[page, part, head, places], here, barrier)
+                for kind in (KEYS, VALUES):
+                    of_box = scales.at[kind, j, pl.ds(0, plan.box)]
+                    plgpu.copy_gmem_to_smem(pages.scales.at[page, kind, head, places], of_box, barrier)
 
         @pl.when(jnp.logical_not(is_seen))
         def _leave_out() -> None:
@@ -177,7 +187,7 @@ def _start_copies(
 
 
 def _widen(to: Stages, stored: Stored, i: jax.Array, *, plan: TilePlan, steps: Walk) -> None:
-    """Writes the operands of tile i from what is stored, a few registers at a time; call `commit_smem` then.
+    """Writes the operands of tile i from what is stored, 64 columns at a time where the head allows it; call `commit_smem` then.
 
     Columns past the head, where values are padded, stay as they are: they become rows of the output that nobody reads.
     """
@@ -189,23 +199,31 @@ def _widen(to: Stages, stored: Stored, i: jax.Array, *, plan: TilePlan, steps: W
                 at = pl.ds(row, WARPGROUP_ROWS), pl.ds(column, step)
                 for n, part in enumerate(_widened(numbers.at[source, *at], plan.num_parts, operands.dtype)):
                     operands.at[slot, n, *at][...] = part
-    if to.scales is None or stored.scales is None:
-        return
-    for kind in range(2):
-        for j in range(plan.boxes_in_tile):
-            of_box = plgpu.load(stored.scales.at[source, kind, j, pl.ds(0, plan.box)], layout=plgpu.Layout.WGMMA.reduce(0))
-            place = plgpu.broadcasted_iota(jnp.int32, (plan.box,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
-            position = steps.origin + i * plan.kv_tile + j * plan.box + place
-            is_inside = (position >= steps.first) & (position < steps.end)
+    if to.scales is not None and stored.scales is not None:
+        _arrange_scales(stored.scales.at[source], to.scales.at[slot], steps.origin + i * plan.kv_tile, plan=plan, steps=steps)
+
+
+def _arrange_scales(boxes: Ref, scales: Ref, start: jax.Array, *, plan: TilePlan, steps: Walk) -> None:
+    """Scales of a tile, which begins at position `start`: [2, boxes, scales_of_box] -> [2, kv_tile]."""
+    place = plgpu.broadcasted_iota(jnp.int32, (plan.box,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
+
+    def widen_box(j: jax.Array, _: None) -> None:
+        at = pl.multiple_of(j * plan.box, plan.box)
+        position = start + at + place
+        is_inside = (position >= steps.first) & (position < steps.end)
+        for kind in (KEYS, VALUES):
+            of_box = plgpu.load(boxes.at[kind, j, pl.ds(0, plan.box)], layout=plgpu.Layout.WGMMA.reduce(0))
             # Places that nobody has written since their last owner may hold NaN, and weights there are 0.
-            to.scales.at[slot, kind, pl.ds(j * plan.box, plan.box)][...] = jnp.where(is_inside, of_box, jnp.zeros_like(of_box))
+            scales.at[kind, pl.ds(at, plan.box)][...] = jnp.where(is_inside, of_box, jnp.zeros_like(of_box))
+
+    jax.lax.fori_loop(0, plan.boxes_in_tile, widen_box, None)
 
 
 def _widened(stored: Ref, num_parts: int, dtype: Any) -> tuple[jax.Array, ...]:
     """Stored numbers as operands of `dtype`, without a rounding."""
-    if jnp.dtype(stored.dtype).itemsize == 4:
+    if num_parts > 1:
         return in_parts(plgpu.load(stored, layout=plgpu.Layout.WGMMA), num_parts, dtype)
     numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    if jnp.issubdtype(stored.dtype, jnp.floating) and dtype == jnp.bfloat16:
+    if jnp.issubdtype(stored.dtype, jnp.floating):
         numbers = numbers.astype(jnp.float16).astype(jnp.float32)  # capability 9.0 converts 8-bit floats to float16 only
     return (plgpu.layout_cast(numbers.astype(dtype), plgpu.Layout.WGMMA),)

@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHARED_MEMORY_BYTES = 232_448 - 2_048 - 512
-"""Of a block on capability 9.0, less what Mosaic takes for reductions across warps and for barriers."""
-HALF_A_CORE_BYTES = 110 * 1024
+SHARED_MEMORY_BYTES = 232_448 - 512
+"""Of a block on capability 9.0, less its barriers."""
+HALF_A_CORE_BYTES = 233_472 // 2 - 1_024 - 512
 """A block this small shares its core with a second one, which computes while the first waits at its start or end."""
+REDUCTION_BYTES = {"decode": 2_048, "prefill": 1_024}
+"""For reductions across warps, of which prefill has none."""
 NUM_CORES = 132
 MAX_SPLITS = 16
 MIN_TILES_IN_SPLIT = 4
@@ -99,7 +101,11 @@ def plan_decode(*, head_dim: int, group: int, page_size: int, page_bytes: int, m
     parts, limits = num_parts(page_bytes), (HALF_A_CORE_BYTES, SHARED_MEMORY_BYTES)
     for kv_tile in (128, 64) if head_dim <= 64 and page_bytes < 4 and max_keys > 64 else (64,):
         box = math.gcd(page_size, kv_tile)
-        fixed = num_queries * (2 * parts * (head_dim + kv_tile) + 4 * padded_head_dim + 8)
+        fixed = REDUCTION_BYTES["decode"] + _in_memory(
+            *(2 * parts * num_queries * columns for columns in (head_dim, kv_tile)),
+            4 * num_queries * padded_head_dim,
+            *[4 * num_queries] * 2,
+        )
         ring = _ring(fixed, kv_tile=kv_tile, box=box, width=head_dim, padded_width=padded_head_dim, page_bytes=page_bytes, limits=limits)
         if ring is not None:
             num_stages, num_stored = ring
@@ -125,7 +131,8 @@ def plan_prefill(*, head_dim: int, group: int, page_size: int, page_bytes: int, 
     if padded_group is None:
         return None
     num_compute = 1 if parts > 1 else 2
-    fixed = num_compute * WARPGROUP_ROWS * (2 * parts * head_dim + out_bytes * chunk + 4)
+    rows = num_compute * WARPGROUP_ROWS
+    fixed = REDUCTION_BYTES["prefill"] + _in_memory(2 * parts * rows * head_dim, out_bytes * rows * chunk, 4 * rows)
     # One stage of 128 keys would leave those who multiply waiting for the next to be widened.
     is_wide = head_dim <= {1: 64, 2: 128, 4: 0}[page_bytes] and max_keys > 64
     for kv_tile in (128, 64) if is_wide else (64,):
@@ -144,14 +151,22 @@ def _ring(
     fixed: int, *, kv_tile: int, box: int, width: int, padded_width: int, page_bytes: int, limits: Sequence[int] = (SHARED_MEMORY_BYTES,)
 ) -> tuple[int, int] | None:
     """Stages of operands and stored tiles, beside `fixed` bytes: the most that the first of `limits` holds that holds any."""
-    stage = 2 * num_parts(page_bytes) * kv_tile * (width + padded_width)
-    stored = 2 * page_bytes * kv_tile * width
+    row, scales = 2 * num_parts(page_bytes), 4 * 2 if page_bytes == 1 else 0
     choices = {1: ((2, 4), (2, 3), (2, 2), (1, 2), (1, 1)), 2: ((4, 0), (3, 0), (2, 0)), 4: ((1, 2), (1, 1))}[page_bytes]
-    if page_bytes == 1:
-        stage += 2 * 4 * kv_tile
-        stored += 2 * 4 * kv_tile // box * scales_of_box(box)
-    fits = (choice for limit in limits for choice in choices if fixed + choice[0] * stage + choice[1] * stored <= limit)
+
+    def taken(num_stages: int, num_stored: int) -> int:
+        stages = (num_stages * kv_tile * size for size in (row * width, row * padded_width, scales))
+        stored = (num_stored * kv_tile * page_bytes * width,) * 2
+        return fixed + _in_memory(*stages, *stored, num_stored * scales * kv_tile // box * scales_of_box(box))
+
+    # With one stored tile nothing is on its way while it is widened: rather a core of one's own.
+    fits = (c for limit in limits for c in choices if taken(*c) <= limit and (c[1] != 1 or limit == limits[-1]))
     return next(fits, None)
+
+
+def _in_memory(*sizes: int) -> int:
+    """Bytes of arrays of shared memory: Mosaic starts each at a multiple of 1,024."""
+    return sum(-(-size // 1_024) * 1_024 for size in sizes)
 
 
 def scales_of_box(box: int) -> int:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.paged_attention import mosaic_gpu_fetch as fetch
 from pallas_kernels.paged_attention import mosaic_gpu_tile as tile
-from pallas_kernels.paged_attention.mosaic_gpu_plan import WARPGROUP_ROWS, PrefillPlan
+from pallas_kernels.paged_attention.mosaic_gpu_plan import REDUCTION_BYTES, WARPGROUP_ROWS, PrefillPlan
 from pallas_kernels.paged_attention.mosaic_gpu_tile import LOG2_E, NO_SCORE, Ref, Rules
 
 
@@ -122,7 +122,7 @@ def prefill(
         grid_names=("head", "tile"),
         num_threads=plan.num_compute + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),  # nothing is reduced across warps
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES["prefill"]),
     )
     out: jax.Array = kernel(packed, row_sinks, pages, page_tables, tiles)
     return out
@@ -213,13 +213,13 @@ def _one_tile(
             plgpu.wgmma(product, shared.q.at[warpgroup, a], shared.kv.keys.at[slot, b].transpose((1, 0)))
         return product[...]
 
-    logits = rules.logits(_scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), shared.kv.scales, slot, 0))
+    logits = rules.logits(shared.kv.scaled(pl.run_scoped(multiply_keys, plgpu.ACC(shape)), slot, fetch.KEYS, key_axis=1))
     logits = _mask_logits(logits, start, my_position, plan=plan, rules=rules)
     new_peak = jnp.maximum(peak, logits.max(1))
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(logits - jax.lax.broadcast_in_dim(new_peak, shape, (0,)))
     total = total * decay + weights.sum(1)
-    parts = tile.in_parts(_scaled(weights, shared.kv.scales, slot, 1), plan.num_parts, shared.kv.values.dtype)
+    parts = tile.in_parts(shared.kv.scaled(weights, slot, fetch.VALUES, key_axis=1), plan.num_parts, shared.kv.values.dtype)
 
     def multiply_values(product: Ref, at: int) -> jax.Array:
         for a, b in tile.PRODUCTS[plan.num_parts]:
@@ -233,14 +233,6 @@ def _one_tile(
     acc = tuple(add(old, n * plan.chunk) for n, old in enumerate(acc))
     fetch.release(shared.kv.used, i, plan, steps)
     return new_peak, total, acc
-
-
-def _scaled(x: jax.Array, scales: Ref | None, slot: jax.Array, part: int) -> jax.Array:
-    """Each key's column of x [64, kv_tile] times the scale of its keys (part 0) or values (1)."""
-    if scales is None:
-        return x
-    of_key = plgpu.load(scales.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(0))
-    return x * jax.lax.broadcast_in_dim(of_key, x.shape, (1,))
 
 
 def _mask_values_once(

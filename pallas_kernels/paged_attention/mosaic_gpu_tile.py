@@ -65,13 +65,13 @@ class Walk:
     count: jax.Array
 
 
-def walk(first: jax.Array, end: jax.Array, plan: TilePlan, *, part: jax.Array | int = 0, num_parts: int = 1) -> Walk:
-    """The tiles of the `part`-th of equal shares of `[first, end)`; shares that are left over have none."""
+def walk(first: jax.Array, end: jax.Array, plan: TilePlan, *, share: jax.Array | int = 0, num_shares: int = 1) -> Walk:
+    """The tiles of one of equal shares of `[first, end)`; shares that are left over have none, and an empty walk has none."""
     origin = first // plan.box * plan.box
-    in_all = (jnp.maximum(end - origin, 0) + plan.kv_tile - 1) // plan.kv_tile
-    share = (in_all + num_parts - 1) // num_parts
-    count = jnp.clip(in_all - part * share, 0, share)
-    return Walk(first, end, origin + part * share * plan.kv_tile, count)
+    in_all = jnp.where(end > first, (end - origin + plan.kv_tile - 1) // plan.kv_tile, 0)
+    at_most = (in_all + num_shares - 1) // num_shares
+    count = jnp.clip(in_all - share * at_most, 0, at_most)
+    return Walk(first, end, origin + share * at_most * plan.kv_tile, count)
 
 
 def operand(plan: TilePlan, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -16,9 +16,18 @@ from hypothesis import Phase, given, settings
 from pallas_kernels import deviceless
 from pallas_kernels.dispatch import Needs
 from pallas_kernels.mosaic_on_cpu import Report, interpreted
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_tile
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.arg_specs import MIXED, AttentionArgs, AttentionSpec, largest_value, make_args, make_scales, make_sinks
+from pallas_kernels.paged_attention.arg_specs import (
+    FLOAT8_NAN,
+    MIXED,
+    AttentionArgs,
+    AttentionSpec,
+    largest_value,
+    make_args,
+    make_scales,
+    make_sinks,
+)
 from pallas_kernels.paged_attention.strategies import attention_specs
 from pallas_kernels.quantized_kv import is_quantized
 
@@ -26,10 +35,13 @@ if (reason := deviceless.unavailable_reason()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 PAGE_DTYPES = ("bfloat16", "float16", "float32", "int8", "uint8")
+Q_DTYPES = ("float32", "bfloat16", "float16")
 
 
 TOLERANCE = {"float32": 1e-5}
-"""Of float32 outputs, by page dtype, as a share of the largest value; others have 5e-3."""
+"""By page dtype, as a share of the largest value; others have 5e-3."""
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+"""Of outputs, by their dtype."""
 
 
 def attend(spec: AttentionSpec, implementation: str, args: AttentionArgs, scales: np.ndarray | None) -> Any:
@@ -46,19 +58,22 @@ def run(spec: AttentionSpec, args: AttentionArgs, scales: np.ndarray | None = No
 
 
 def check(spec: AttentionSpec, seed: int = 0) -> Report:
-    """Queries are float32 that 16 bits hold."""
+    """Queries are numbers that 16 bits hold."""
     args = make_args(spec, seed)
     scales = make_scales(spec, args, seed)
     out, report = run(spec, args, scales)
-    expected = jax.jit(functools.partial(attend, spec, "reference"))(args, scales)
-    tolerance = TOLERANCE.get(spec.page_dtype, 5e-3)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * largest_value(spec, args))
+    exact = args._replace(q=args.q.astype(np.float32))
+    expected = jax.jit(functools.partial(attend, spec, "reference"))(exact, scales)
+    tolerance = TOLERANCE.get(spec.page_dtype, 5e-3) + ROUNDING[spec.q_dtype]
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=0, atol=tolerance * largest_value(spec, args))
     assert not out[args.token_row == len(args.kv_length)].any(), "padding tokens give 0"
     return report
 
 
 def drawn(*, is_decode: bool) -> Any:
-    specs = attention_specs(is_decode=is_decode, page_dtypes=PAGE_DTYPES, max_rows=3, max_length=200, max_tokens=40, has_latent=False)
+    specs = attention_specs(
+        is_decode=is_decode, page_dtypes=PAGE_DTYPES, q_dtypes=Q_DTYPES, max_rows=3, max_length=200, max_tokens=40, has_latent=False
+    )
     return specs.filter(lambda spec: mosaic_gpu.lacks(spec.needs, mosaic_gpu.CAPABILITY) is None)
 
 
@@ -119,18 +134,33 @@ def test_mosaic_decode_moves_little_more_than_it_must(page_dtype: str, key_bytes
     assert needed <= moved <= 1.15 * needed
 
 
-def test_mosaic_nan_of_a_row_shows_there_and_nowhere_else() -> None:
-    spec = replace(MIXED, page_dtype="bfloat16", rows=((1, 33), (1, 7), (20, 75)), num_heads=4)
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "uint8", "int8"])
+def test_mosaic_nan_of_a_row_shows_there_and_nowhere_else(page_dtype: str) -> None:
+    """In a number, or where those have no NaN in a scale."""
+    spec = replace(MIXED, page_dtype=page_dtype, rows=((1, 33), (1, 7), (20, 75)), num_heads=4)
     args = make_args(spec)
-    pages = args.pages.copy()
+    scales = make_scales(spec, args)
+    pages, spoilt_scales = args.pages.copy(), None if scales is None else scales.copy()
     for row in (0, 2):
-        pages[args.page_tables[row, 0], 0, :, 0] = np.nan
+        page = args.page_tables[row, 0]
+        if page_dtype == "int8":
+            spoilt_scales[page, 0, :, 0] = np.nan  # type: ignore[index]
+        else:
+            pages[page, 0, :, 0] = np.nan if page_dtype == "bfloat16" else FLOAT8_NAN
     step = jax.jit(functools.partial(attend, spec, "mosaic_gpu"))
     with interpreted():
-        out, spoilt = np.asarray(step(args, None)), np.asarray(step(args._replace(pages=pages), None))
+        out, spoilt = np.asarray(step(args, scales)), np.asarray(step(args._replace(pages=pages), spoilt_scales))
     is_spoilt = np.isin(args.token_row, (0, 2))
     assert np.isnan(spoilt[is_spoilt]).all()
     np.testing.assert_array_equal(spoilt[~is_spoilt], out[~is_spoilt])
+
+
+def test_mosaic_an_empty_walk_has_no_tiles() -> None:
+    """A copy that nobody waits for would arrive after its block has gone."""
+    plan = mosaic_gpu.planning.plan_decode(head_dim=64, group=8, page_size=16, page_bytes=2, max_keys=512)
+    assert plan is not None
+    for first, end, count in ((5, 5, 0), (16, 16, 0), (0, 0, 0), (5, 6, 1), (15, 16 + plan.kv_tile, 2)):
+        assert mosaic_gpu_tile.walk(jnp.int32(first), jnp.int32(end), plan).count == count
 
 
 def test_mosaic_rows_without_keys_give_zeros() -> None:
@@ -166,19 +196,19 @@ def layer(
     [
         {"head_dim": 64, "page_size": 8, "window": 1000},
         {"head_dim": 80, "page_size": 16, "group": 1, "dtype": jnp.float16},
-        {"head_dim": 96, "page_size": 32, "group": 8},
+        {"head_dim": 96, "page_size": 32, "group": 12},
         {"head_dim": 128, "page_size": 16},
         {"head_dim": 128, "page_size": 64, "group": 7, "chunk": 8192},
-        {"head_dim": 192, "page_size": 128, "group": 1},
+        {"head_dim": 192, "page_size": 8, "group": 64},
         {"head_dim": 256, "page_size": 256, "group": 2, "window": 1024, "soft_cap": 50.0},
         {"head_dim": 64, "page_size": 8, "page_dtype": jnp.uint8, "group": 8},
-        {"head_dim": 80, "page_size": 16, "page_dtype": jnp.uint8, "dtype": jnp.float16},
-        {"head_dim": 96, "page_size": 32, "page_dtype": jnp.int8, "dtype": jnp.float16},
+        {"head_dim": 80, "page_size": 16, "page_dtype": jnp.uint8, "dtype": jnp.float16, "group": 1},
+        {"head_dim": 96, "page_size": 32, "page_dtype": jnp.int8, "dtype": jnp.float16, "group": 32},
         {"head_dim": 128, "page_size": 16, "page_dtype": jnp.int8},
         {"head_dim": 192, "page_size": 64, "page_dtype": jnp.int8, "group": 1},
         {"head_dim": 256, "page_size": 256, "page_dtype": jnp.uint8, "window": 1024, "soft_cap": 50.0},
-        {"head_dim": 80, "page_size": 16, "dtype": jnp.float32, "group": 1},
-        {"head_dim": 128, "page_size": 16, "dtype": jnp.float32},
+        {"head_dim": 80, "page_size": 16, "dtype": jnp.float32, "group": 32},
+        {"head_dim": 128, "page_size": 16, "dtype": jnp.float32, "group": 12},
         {"head_dim": 128, "page_size": 16, "num_pages": 2**31 // (2 * 8 * 16 * 128) + 8, "group": 12},
     ],
     ids=str,
