@@ -232,7 +232,7 @@ def test_what_nobody_computed_reaches_nothing(name: str, num_devices: int, monke
         def one_device(arrays: dict[str, jax.Array]) -> jax.Array:
             return MoE(spec, **arrays, backend="xla", shards=shards)(x, jnp.int32(21))
 
-        of_devices = jax.vmap(one_device, axis_name=AXIS)({key: parts(key, array) for key, array in weights.items()})
+        of_devices = jax.jit(jax.vmap(one_device, axis_name=AXIS))({key: parts(key, array) for key, array in weights.items()})
         return np.asarray(of_devices.sum(axis=0))
 
     def hostile(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *where: jax.Array, copies: int = 1, **options: Any) -> jax.Array:
