@@ -42,10 +42,11 @@ type _Outbox = asyncio.Queue[Output | EngineStats | None]
 class LinkService(link_pb2_grpc.EngineLinkServicer):
     """EngineLink in front of one loop."""
 
-    def __init__(self, loop: EngineLoop, info: EngineInfo, profiler: Profiler) -> None:
+    def __init__(self, loop: EngineLoop, info: EngineInfo, profiler: Profiler, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._loop = loop
         self._info_json = info.to_json()
         self._profiler = profiler
+        self._heartbeat_s = heartbeat_s
         self._outboxes: set[_Outbox] = set()
 
     async def GetInfo(self, request: link_pb2.GetInfoRequest, context: grpc.aio.ServicerContext) -> link_pb2.GetInfoResponse:
@@ -139,7 +140,7 @@ class LinkService(link_pb2_grpc.EngineLinkServicer):
         while True:
             if outbox.empty():  # a front end that reads nothing, such as a stopped one, must not pile them up
                 outbox.put_nowait(self._loop.stats())
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._heartbeat_s)
 
 
 def _add(client: LoopClient, add: link_pb2.Add) -> None:
@@ -169,9 +170,11 @@ def encode_output(output: Output) -> Iterator[link_pb2.FromEngine]:
     yield message
 
 
-async def start_link_server(loop: EngineLoop, info: EngineInfo, address: str, profiler: Profiler | None = None) -> grpc.aio.Server:
+async def start_link_server(
+    loop: EngineLoop, info: EngineInfo, address: str, profiler: Profiler | None = None, *, heartbeat_s: float = HEARTBEAT_S
+) -> grpc.aio.Server:
     """Opens the door at `unix:/path` (a missing directory is made, for this user only) or `host:port`; RuntimeError when it cannot."""
-    return await _open_door(LinkService(loop, info, profiler or Profiler()), address)
+    return await _open_door(LinkService(loop, info, profiler or Profiler(), heartbeat_s), address)
 
 
 async def _open_door(service: LinkService, address: str) -> grpc.aio.Server:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine import link_client, link_server
 from jaxserve.engine.link_client import EngineClient
-from jaxserve.engine.link_server import start_link_server
+from jaxserve.engine.link_server import HEARTBEAT_S, start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.errors import EngineUnavailable, InvalidRequest
 
@@ -36,10 +37,10 @@ class Fixture:
         self.changes: list[bool] = []
         self.client.add_listener(lambda: self.changes.append(self.client.is_healthy))
 
-    async def start_engine(self) -> None:
+    async def start_engine(self, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.loop = EngineLoop(self.engine)
         self.loop.start()
-        self.server: grpc.aio.Server = await start_link_server(self.loop, self.info, self.address)
+        self.server: grpc.aio.Server = await start_link_server(self.loop, self.info, self.address, heartbeat_s=heartbeat_s)
 
     async def stop_engine(self) -> None:
         await self.server.stop(None)
@@ -149,10 +150,9 @@ def test_a_failed_engine_says_why_and_is_not_taken_for_a_new_one(link):
 def test_a_silent_engine_is_not_healthy_until_it_is_heard_again(link, monkeypatch):
     monkeypatch.setattr(link_client, "TICK_S", 0.01)
     monkeypatch.setattr(link_client, "HEARTBEAT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 1000)
 
     async def scenario(client: EngineClient) -> None:
-        await link.start_engine()
+        await link.start_engine(heartbeat_s=1000)
         await until(lambda: link.changes == [True, False])
         assert client.is_connected and "stalled" in client.why
         assert [event async for event in client.generate(request("a", max_tokens=1))]
@@ -162,10 +162,8 @@ def test_a_silent_engine_is_not_healthy_until_it_is_heard_again(link, monkeypatc
 
 
 def test_an_engine_whose_step_hangs_is_not_healthy_until_it_goes_on(link, monkeypatch):
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.02)
-
     async def scenario(client: EngineClient) -> None:
-        await link.start_engine()
+        await link.start_engine(heartbeat_s=0.02)
         await asyncio.wait_for(client.wait_until_connected(), 10)
         link.engine.gate.clear()
         stream = client.generate(request("a", max_tokens=2))
@@ -181,11 +179,10 @@ def test_an_engine_whose_step_hangs_is_not_healthy_until_it_goes_on(link, monkey
 def test_a_busy_front_end_blames_no_engine(link, monkeypatch):
     monkeypatch.setattr(link_client, "TICK_S", 0.01)
     monkeypatch.setattr(link_client, "HEARTBEAT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.02)
     now = time.monotonic
 
     async def scenario(client: EngineClient) -> None:
-        await link.start_engine()
+        await link.start_engine(heartbeat_s=0.02)
         await asyncio.wait_for(client.wait_until_connected(), 10)
         end = now() + 0.3
         while now() < end:  # holds the loop, as tokenizing a long text might
@@ -218,10 +215,8 @@ def test_figures_flushing_and_profiles(link):
 
 
 def test_the_load_is_what_others_have_by_the_heartbeat_and_what_is_open_here(link, monkeypatch):
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.02)
-
     async def scenario(client: EngineClient) -> None:
-        await link.start_engine()
+        await link.start_engine(heartbeat_s=0.02)
         await asyncio.wait_for(client.wait_until_connected(), 10)
         other = EngineClient(link.address)
         other.start()
@@ -230,7 +225,7 @@ def test_the_load_is_what_others_have_by_the_heartbeat_and_what_is_open_here(lin
         await until(lambda: client.last_stats.num_running == 5)
         assert (client.load.num_running, client.load.num_seats) == (5, link.info.max_num_seqs)
         monkeypatch.setattr(link_client, "HEARTBEAT_TIMEOUT_S", 60)
-        monkeypatch.setattr(link_server, "HEARTBEAT_S", 60)
+        monkeypatch.setattr(link.loop, "stats", Mock(side_effect=asyncio.CancelledError))  # ends the beats
         await asyncio.sleep(0.1)
         more = client.generate(request("c", max_tokens=None))
         assert client.load.num_running == 6

@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from jaxserve.engine import link_pb2, link_pb2_grpc, link_server
-from jaxserve.engine.link_server import start_link_server
+from jaxserve.engine import link_pb2, link_pb2_grpc
+from jaxserve.engine.link_server import HEARTBEAT_S, start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.profiler import Profiler
 
@@ -54,11 +54,13 @@ def add(request_id: str, **fields) -> link_pb2.Command:
 
 
 @asynccontextmanager
-async def served(engine, directory: Path, *, profiler: Profiler | None = None, **options) -> AsyncIterator[link_pb2_grpc.EngineLinkStub]:
+async def served(
+    engine, directory: Path, *, profiler: Profiler | None = None, heartbeat_s: float = HEARTBEAT_S, **options
+) -> AsyncIterator[link_pb2_grpc.EngineLinkStub]:
     loop = EngineLoop(engine, **options)
     loop.start()
     address = f"unix:{directory}/engine.sock"
-    server = await start_link_server(loop, engine.info, address, profiler)
+    server = await start_link_server(loop, engine.info, address, profiler, heartbeat_s=heartbeat_s)
     async with grpc.aio.insecure_channel(address) as channel:
         yield link_pb2_grpc.EngineLinkStub(channel)
     engine.gate.set()
@@ -66,11 +68,9 @@ async def served(engine, directory: Path, *, profiler: Profiler | None = None, *
     await asyncio.to_thread(loop.stop)
 
 
-def test_heartbeats_come_at_once_and_while_a_step_hangs(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.02)
-
+def test_heartbeats_come_at_once_and_while_a_step_hangs(engine, tmp_path):
     async def main() -> None:
-        async with served(engine, tmp_path) as stub:
+        async with served(engine, tmp_path, heartbeat_s=0.02) as stub:
             stream, other = Stream(stub), Stream(stub)
             assert not (await stream.read("heartbeat")).heartbeat.has_work
             engine.gate.clear()

@@ -23,7 +23,7 @@ from jaxserve.config import SchedulerLimits, ServerConfig
 from jaxserve.core.plan import Plan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
-from jaxserve.engine.link_server import start_link_server
+from jaxserve.engine.link_server import HEARTBEAT_S, start_link_server
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.serve.server import FrontEnd
@@ -71,6 +71,7 @@ class EngineSide:
     address: str
     make: Callable[[], tuple[Engine, PausableRunner]]
     max_waiting: int = 0
+    heartbeat_s: float = HEARTBEAT_S
     failures: list[BaseException] = field(default_factory=list)
     info_changes: dict[str, Any] = field(default_factory=dict)
     """Applied when it starts."""
@@ -80,7 +81,7 @@ class EngineSide:
         self.engine.info = replace(self.engine.info, **self.info_changes)
         self.loop = EngineLoop(self.engine, max_waiting=self.max_waiting, on_failure=self.failures.append)
         self.loop.start()
-        self._link = await start_link_server(self.loop, self.engine.info, self.address)
+        self._link = await start_link_server(self.loop, self.engine.info, self.address, heartbeat_s=self.heartbeat_s)
 
     async def stop(self) -> None:
         await self._link.stop(None)
@@ -177,12 +178,19 @@ def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunne
 
 @contextmanager
 def running_server(
-    model_path: Path, socket_directory: Path, *, config: ServerConfig | None = None, max_waiting: int = 0, num_engines: int = 1, **info: Any
+    model_path: Path,
+    socket_directory: Path,
+    *,
+    config: ServerConfig | None = None,
+    max_waiting: int = 0,
+    num_engines: int = 1,
+    heartbeat_s: float = HEARTBEAT_S,
+    **info: Any,
 ) -> Iterator[Server]:
     config = config or ServerConfig(served_model_name=("counting", "alias"))
     addresses = [f"unix:{socket_directory}/engine{i}.sock" for i in range(num_engines)]
     make = partial(make_engine, model_path, max_waiting=max_waiting, **info)
-    engine_sides = [EngineSide(address, make, max_waiting) for address in addresses]
+    engine_sides = [EngineSide(address, make, max_waiting, heartbeat_s) for address in addresses]
     started, stop = threading.Event(), asyncio.Event()
     servers: list[Server] = []
 
@@ -222,6 +230,12 @@ def running_server(
         thread.join(30)
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's names it after the test, too long for the path of a socket in it."""
+    return tmp_path_factory.mktemp("t")
+
+
 @pytest.fixture(scope="session")
 def model_path(golden_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
@@ -236,6 +250,7 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server for all tests that leave it as they found it."""
     with running_server(model_path, tmp_path_factory.mktemp("link")) as server:
         yield server
+        assert server.front_end.service.is_ready, f"a test did not leave it as it was: {server.front_end.service.client.why}"
 
 
 @pytest.fixture(scope="session")

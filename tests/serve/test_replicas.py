@@ -20,7 +20,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from jaxserve.config import ServerConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine import link_client, link_server
+from jaxserve.engine import link_client
 from jaxserve.engine.profiler import Profiler
 from jaxserve.engine.routing import fingerprints
 from jaxserve.errors import InvalidRequest
@@ -153,9 +153,9 @@ def test_embeddings_are_spread_too(pair):
         assert [one.embedding[0] for one in answer.result(TIMEOUT_S).data] == list(range(6))
 
 
-def test_what_one_has_no_room_for_goes_to_the_next_and_429_means_that_all_are_full(start_server, monkeypatch):
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 3600)  # the front end hears nothing of what others send
-    with start_server(num_engines=2, max_waiting=3) as server, server.client() as client, server.channel() as channel:
+def test_what_one_has_no_room_for_goes_to_the_next_and_429_means_that_all_are_full(start_server):
+    silent = {"heartbeat_s": 3600}  # after the first, the front end hears nothing of what others send
+    with start_server(num_engines=2, max_waiting=3, **silent) as server, server.client() as client, server.channel() as channel:
         stub = VllmEngineStub(channel)
         hold(server)
         for side, count in zip(server.engine_sides, (SEATS + 3, SEATS + 2), strict=True):
@@ -365,9 +365,8 @@ def test_what_an_engine_that_is_there_does_not_answer_has_not_succeeded(start_se
         assert stub.FlushCache(common_pb2.FlushCacheRequest(), timeout=TIMEOUT_S).success
 
 
-def test_an_engine_that_makes_no_progress_gets_nothing_new(start_server, monkeypatch):
-    monkeypatch.setattr(link_server, "HEARTBEAT_S", 0.05)
-    with start_server(ServerConfig(stall_timeout=1), num_engines=2) as server, server.channel() as channel:
+def test_an_engine_that_makes_no_progress_gets_nothing_new(start_server):
+    with start_server(ServerConfig(stall_timeout=1), num_engines=2, heartbeat_s=0.05) as server, server.channel() as channel:
         stub = VllmEngineStub(channel)
         stalled, healthy = server.front_end.client.engines
         server.engine_sides[0].runner.gate.clear()
