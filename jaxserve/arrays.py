@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, UInt8
 
 
 class QuantizedPages(NamedTuple):
@@ -50,17 +50,7 @@ class SlotState(NamedTuple):
     last_token: Int32[Array, "S"]
     length: Int32[Array, "S"]  # KV positions valid, so the position of the next token computed
     page_tables: Int32[Array, "S X P"]  # entries past the length are stale or 0
-    seed: UInt32[Array, "S 2"]  # threefry key data of the sequence
-    temperature: Float[Array, "S"]  # 0 is greedy
-    top_p: Float[Array, "S"]
-    min_p: Float[Array, "S"]
-    top_k: Int32[Array, "S"]  # 0 is off
-    presence_penalty: Float[Array, "S"]
-    frequency_penalty: Float[Array, "S"]
-    repetition_penalty: Float[Array, "S"]
-    min_length: Int32[Array, "S"]  # stop ids are masked while the sampled token's position is below it
-    rope_length: Int32[Array, "S"]
-    penalty_slot: Int32[Array, "S"]  # Z - 1 (null) when the sequence needs none
+    admission: Int32[Array, "S words"]  # what the sequence came with, as `runner.layout` has it; one array is one write and one read
 
 
 class PenaltyState(NamedTuple):

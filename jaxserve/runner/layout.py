@@ -16,6 +16,10 @@ from jaxserve.core.buckets import Bucket
 ADMISSION_INTS = ("slot", "length", "top_k", "seed_high", "seed_low", "min_length", "rope_length", "penalty_slot")
 ADMISSION_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 ADMISSION_WORDS = len(ADMISSION_INTS) + len(ADMISSION_FLOATS)
+"""An admission is a row of words, kept on the device as it came: ints, of which two are the sequence's threefry key, then floats.
+
+top_k 0 is off, temperature 0 greedy; stop ids are masked while the sampled token's position is below min_length; penalty_slot is the null
+one where the sequence needs none."""
 PAGE_WRITE_WORDS = 4
 UPDATE_PAGE_WRITES = 1024
 """Page-table writes that one call of the `update` program takes; a step with more than its own room calls it first."""

@@ -22,7 +22,7 @@ from jaxserve.core.plan import Plan
 from jaxserve.models.load import split_model
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.compile import CompileCounter, Progress, compile_all
-from jaxserve.runner.layout import PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
+from jaxserve.runner.layout import ADMISSION_WORDS, PAGE_WRITE_WORDS, UPDATE_PAGE_WRITES, StepLayout
 from jaxserve.runner.pending_step import PendingModelStep
 from jaxserve.runner.placement import WEIGHT, WHOLE, Placement, memory_partition
 from jaxserve.runner.prepare import PreparedStep, prepare, prepare_penalty_row
@@ -73,13 +73,11 @@ def page_array_shapes(spec: ModelSpec, shape: RunnerShape, dtype: Any) -> tuple[
 
 def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:
     """Shapes of the slot state."""
-    slots, ints, floats = shape.num_slots, jnp.int32, jnp.float32
-    per_slot: dict[str, Any] = {name: jax.ShapeDtypeStruct((slots,), ints) for name in SlotState._fields}
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        per_slot[name] = jax.ShapeDtypeStruct((slots,), floats)
-    per_slot["page_tables"] = jax.ShapeDtypeStruct((slots, num_groups, shape.pages_per_sequence), ints)
-    per_slot["seed"] = jax.ShapeDtypeStruct((slots, 2), jnp.uint32)
-    return SlotState(**per_slot)
+
+    def array(*per_slot: int) -> Any:
+        return jax.ShapeDtypeStruct((shape.num_slots, *per_slot), jnp.int32)
+
+    return SlotState(array(), array(), page_tables=array(num_groups, shape.pages_per_sequence), admission=array(ADMISSION_WORDS))
 
 
 def penalty_state_shapes(shape: RunnerShape, vocab_size: int) -> PenaltyState:

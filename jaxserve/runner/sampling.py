@@ -18,22 +18,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
 from jaxserve.runner.filters import Filters, draw, first_largest, fold_in, keep_within, largest
+from jaxserve.runner.layout import ADMISSION_FLOATS, ADMISSION_INTS
 from jaxserve.runner.logits import Logits
 
 PROMPT_TILE = 64
 """Rows of the LM head that prompt log-probabilities hold at once: [64, V] float32 instead of [T, V]."""
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_INTS = ("top_k", "min_length", "penalty_slot")
-
 
 class _RowParams(NamedTuple):
-    """The slots' sampling parameters, gathered for this step's rows."""
+    """The sampling parameters of this step's rows."""
 
+    seed: UInt32[Array, "R 2"]
     temperature: Float[Array, "R"]
     top_p: Float[Array, "R"]
     min_p: Float[Array, "R"]
@@ -43,6 +42,14 @@ class _RowParams(NamedTuple):
     top_k: Int32[Array, "R"]
     min_length: Int32[Array, "R"]
     penalty_slot: Int32[Array, "R"]
+
+    @classmethod
+    def read(cls, admission: Int32[Array, "R words"]) -> _RowParams:
+        """Of the rows' admissions. A branch reads them itself: what enters it from outside is one array, and computed only if taken."""
+        words = {name: admission[:, i] for i, name in enumerate((*ADMISSION_INTS, *ADMISSION_FLOATS))}
+        seed = lax.bitcast_convert_type(jnp.stack([words["seed_high"], words["seed_low"]], axis=1), jnp.uint32)
+        floats = {name: lax.bitcast_convert_type(words[name], jnp.float32) for name in ADMISSION_FLOATS}
+        return cls(seed=seed, **floats, **{name: words[name] for name in ("top_k", "min_length", "penalty_slot")})
 
 
 def sample(
@@ -74,7 +81,8 @@ def sample(
     Returns:
         `SampledTokens`; token_id is -1 where a row's largest logit is not finite (NaN, +inf, or nothing but -inf).
     """
-    params = _row_params(slots, row_slot)
+    admission = slots.admission[row_slot]
+    params = _RowParams.read(admission)
     null_slot = penalties.output_counts.shape[0] - 1
     has_penalty = wants_sample & (params.penalty_slot != null_slot)
     is_random = wants_sample & (params.temperature > 0)
@@ -82,8 +90,8 @@ def sample(
 
     def by_rows() -> SampledTokens:
         rows = logits.rows()
-        adjusted = lax.cond(jnp.any(has_penalty), lambda: _adjust(rows, params, penalties, position), lambda: rows)
-        token_id = _choose(adjusted, params, slots.seed[row_slot], position, is_random, num_token_ids or logits.vocab_size)
+        adjusted = lax.cond(jnp.any(has_penalty), lambda: _adjust(rows, admission, penalties, position), lambda: rows)
+        token_id = _choose(adjusted, admission, position, is_random, num_token_ids or logits.vocab_size)
         return lax.cond(
             wants_logprobs,
             lambda: _with_logprobs(rows, token_id, k, full_logprobs),
@@ -140,18 +148,12 @@ def prompt_logprobs(
     return SampledTokens(*(leaf.reshape(-1, *leaf.shape[2:])[:num_tokens] for leaf in described))
 
 
-def _row_params(slots: SlotState, row_slot: jax.Array) -> _RowParams:
-    # Two gathers in place of nine: each costs every program compile time and a kernel launch.
-    floats = jnp.stack([getattr(slots, name) for name in _FLOATS])[:, row_slot]
-    ints = jnp.stack([getattr(slots, name) for name in _INTS])[:, row_slot]
-    return _RowParams(*jnp.unstack(floats), *jnp.unstack(ints))
-
-
-def _adjust(logits: jax.Array, params: _RowParams, penalties: PenaltyState, position: jax.Array) -> jax.Array:
+def _adjust(logits: jax.Array, admission: jax.Array, penalties: PenaltyState, position: jax.Array) -> jax.Array:
     """min_tokens mask, logit_bias, then repetition, frequency and presence penalties.
 
     The null penalty slot's row is all zeros, which leaves rows without penalties as they are.
     """
+    params = _RowParams.read(admission)
     slot = params.penalty_slot
     counts = penalties.output_counts[slot]
     is_masked = penalties.is_stop[slot] & (position < params.min_length)[:, None]
@@ -162,16 +164,15 @@ def _adjust(logits: jax.Array, params: _RowParams, penalties: PenaltyState, posi
     return logits - params.presence_penalty[:, None] * (counts > 0)
 
 
-def _choose(
-    logits: jax.Array, params: _RowParams, seed: jax.Array, position: jax.Array, is_random: jax.Array, num_token_ids: int
-) -> jax.Array:
+def _choose(logits: jax.Array, admission: jax.Array, position: jax.Array, is_random: jax.Array, num_token_ids: int) -> jax.Array:
     """Greedy token, or a draw from ids below `num_token_ids` where `is_random`; -1 where the largest logit is not finite."""
     best, greedy = first_largest(logits)
     is_finite = jnp.isfinite(best)
     is_random = is_random & is_finite
-    has_filter = is_random & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
 
     def random() -> jax.Array:
+        params = _RowParams.read(admission)
+        has_filter = is_random & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
         temperature = jnp.where(is_random, params.temperature, 1.0)
         drawable, top = logits, best
         if num_token_ids < logits.shape[1]:
@@ -183,7 +184,7 @@ def _choose(
             lambda: keep_within(below_best, Filters(params.top_k, params.top_p, params.min_p), has_filter),
             lambda: jnp.full_like(best, jnp.inf),
         )
-        drawn = jnp.where(jnp.isfinite(top), draw(below_best, bound, fold_in(seed, position)), -1)
+        drawn = jnp.where(jnp.isfinite(top), draw(below_best, bound, fold_in(params.seed, position)), -1)
         return jnp.where(is_random, drawn, greedy)
 
     token_id = lax.cond(jnp.any(is_random), random, lambda: greedy)

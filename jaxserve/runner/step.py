@@ -107,30 +107,13 @@ def admit(
 
 def apply_page_writes(slots: SlotState, writes: jax.Array) -> SlotState:
     """`page_tables[slot, group, index] = page` for each write; padding writes go to the null slot."""
-    slot, group, index, page = writes.T
+    slot, group, index, page = (writes[:, i] for i in range(4))
     return slots._replace(page_tables=slots.page_tables.at[slot, group, index].set(page))
 
 
 def _admit_slots(slots: SlotState, admissions: jax.Array) -> SlotState:
-    num_ints = len(ADMISSION_INTS)
-    ints = dict(zip(ADMISSION_INTS, admissions[:, :num_ints].T, strict=True))
-    temperature, top_p, min_p, presence, frequency, repetition = lax.bitcast_convert_type(admissions[:, num_ints:], jnp.float32).T
-    seed = lax.bitcast_convert_type(jnp.stack([ints["seed_high"], ints["seed_low"]], axis=1), jnp.uint32)
-    at = ints["slot"]
-    return slots._replace(
-        length=slots.length.at[at].set(ints["length"]),
-        seed=slots.seed.at[at].set(seed),
-        temperature=slots.temperature.at[at].set(temperature),
-        top_p=slots.top_p.at[at].set(top_p),
-        min_p=slots.min_p.at[at].set(min_p),
-        top_k=slots.top_k.at[at].set(ints["top_k"]),
-        presence_penalty=slots.presence_penalty.at[at].set(presence),
-        frequency_penalty=slots.frequency_penalty.at[at].set(frequency),
-        repetition_penalty=slots.repetition_penalty.at[at].set(repetition),
-        min_length=slots.min_length.at[at].set(ints["min_length"]),
-        rope_length=slots.rope_length.at[at].set(ints["rope_length"]),
-        penalty_slot=slots.penalty_slot.at[at].set(ints["penalty_slot"]),
-    )
+    slot, length = (admissions[:, ADMISSION_INTS.index(name)] for name in ("slot", "length"))
+    return slots._replace(length=slots.length.at[slot].set(length), admission=slots.admission.at[slot].set(admissions))
 
 
 def _attention_inputs(layout: StepLayout, slots: SlotState, row_slot: jax.Array, row_tokens: jax.Array) -> AttentionInputs:
@@ -155,7 +138,7 @@ def _attention_inputs(layout: StepLayout, slots: SlotState, row_slot: jax.Array,
         page_tables=page_tables,
         token_row=token_row,
         position=position,
-        rope_length=slots.rope_length[row_slot][row],
+        rope_length=slots.admission[row_slot, ADMISSION_INTS.index("rope_length")][row],
         write_page=jnp.where(is_real, write_page, 0),
         write_offset=position % page_size,
     )

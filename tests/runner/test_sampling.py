@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.arrays import PenaltyState, SampledTokens, SlotState
 from jaxserve.runner import filters
+from jaxserve.runner.layout import ADMISSION_FLOATS, ADMISSION_INTS, ADMISSION_WORDS
 from jaxserve.runner.logits import Logits
 from jaxserve.runner.sampling import prompt_logprobs, sample
 
@@ -31,17 +32,14 @@ DEFAULTS: dict[str, Any] = {
 
 def make_slots(*rows: dict[str, Any], num_slots: int = NUM_SLOTS) -> SlotState:
     """Slot i has the parameters of rows[i]; the others are greedy."""
-    columns = {name: [default] * num_slots for name, default in DEFAULTS.items()}
-    for i, row in enumerate(rows):
-        for name, value in row.items():
-            columns[name][i] = value
+    words = np.zeros((num_slots, ADMISSION_WORDS), np.int32)
+    for i in range(num_slots):
+        params = DEFAULTS | (rows[i] if i < len(rows) else {})
+        ints = params | dict(zip(("seed_high", "seed_low"), params["seed"], strict=True))
+        words[i, : len(ADMISSION_INTS)] = np.asarray([ints.get(name, 0) for name in ADMISSION_INTS], np.uint32).view(np.int32)
+        words[i, len(ADMISSION_INTS) :] = np.asarray([params[name] for name in ADMISSION_FLOATS], np.float32).view(np.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
-    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    arrays = {name: jnp.asarray(columns[name], jnp.float32 if name in floats else jnp.int32) for name in columns if name != "seed"}
-    return SlotState(
-        last_token=zeros, length=zeros, page_tables=jnp.zeros((num_slots, 1, 2), jnp.int32), rope_length=zeros,
-        seed=jnp.asarray(np.asarray(columns["seed"], np.uint32)), **arrays,
-    )  # fmt: skip
+    return SlotState(last_token=zeros, length=zeros, page_tables=jnp.zeros((num_slots, 1, 2), jnp.int32), admission=jnp.asarray(words))
 
 
 def make_penalties(vocab: int) -> PenaltyState:
