@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,3 +60,11 @@ def own_compile_cache() -> Iterator[None]:
         if jax.config.jax_compilation_cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", None)
             compilation_cache.reset_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logged may be no Unicode, and goes from a process that runs tests to the one that reports."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -25,9 +26,23 @@ def golden_real_dir() -> Path:
 
 def fetch(model: str) -> Path:
     """A real model's GGUF file, fetched to where `scripts/serve` keeps the demo model's."""
-    command = [ROOT / "scripts" / "fetch_demo_model", ROOT / "checkpoints" / ".download", model]
-    fetched = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    download = ROOT / "checkpoints" / ".download"
+    download.mkdir(parents=True, exist_ok=True)
+    command = [ROOT / "scripts" / "fetch_demo_model", download, model]
+    with FileLock(download / f"{model}.lock"):  # tests run in several processes
+        fetched = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Path(fetched.stdout.strip())
+
+
+def converted(gguf: Path, name: str) -> Path:
+    """The folder of checkpoints/ that holds the model converted."""
+    from jaxserve.convert import convert
+
+    directory = ROOT / "checkpoints" / name
+    with FileLock(f"{gguf}.lock"):
+        if not (directory / "manifest.json").exists():
+            convert(gguf, directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
@@ -39,20 +54,10 @@ def demo_gguf() -> Path:
 @pytest.fixture(scope="session")
 def demo_model(demo_gguf: Path) -> Path:
     """SmolLM2-135M-Instruct, converted to where `scripts/serve` keeps it."""
-    from jaxserve.convert import convert
-
-    converted = ROOT / "checkpoints" / "smollm2-135m-instruct"
-    if not (converted / "manifest.json").exists():
-        convert(demo_gguf, converted)
-    return converted
+    return converted(demo_gguf, "smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")
 def gemma3_model() -> Path:
     """Gemma 3 270M, converted."""
-    from jaxserve.convert import convert
-
-    converted = ROOT / "checkpoints" / "gemma-3-270m"
-    if not (converted / "manifest.json").exists():
-        convert(fetch("gemma3"), converted)
-    return converted
+    return converted(fetch("gemma3"), "gemma-3-270m")

@@ -25,11 +25,8 @@ OTHERS = [
     "gpt-neox", "gpt2", "gpt2-base-keys", "gptj", "granite", "granitemoe", "minicpm3", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi",
     "phi3", "phi3-longrope", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
-# Pages are not the models' business, so one size is enough for most; more would take minutes.
-PAGED = [
-    *((folder, 8) for folder in LLAMAS + WINDOWED),
-    *((folder, 16) for folder in ("gemma2", "llama4-text", "llama-dynamic-rope", "llama3-rope", "mistral-swa")),
-]
+PAGES_OF_16 = {"gemma2", "llama4-text", "llama-dynamic-rope", "llama3-rope", "mistral-swa"}
+"""The others have pages of 8."""
 SERVED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
 """Compiled as they are served; the others quickly."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -94,8 +91,9 @@ def check_logits(model, results, prefix, dense_logprobs, has_prompt):
             np.testing.assert_allclose(got, want[:-1], **TOLERANCE)
 
 
-@pytest.mark.parametrize(("folder", "page_size"), [*PAGED, *((folder, 8) for folder in OTHERS)])
-def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logprobs):
+@pytest.mark.parametrize("folder", [*LLAMAS, *WINDOWED, *OTHERS])
+def test_golden(folder, tiny_model, run, greedy_request, dense_logprobs):
+    page_size = 16 if folder in PAGES_OF_16 else 8
     model = tiny_model(folder, page_size, is_quick=folder not in SERVED, is_served=folder in SERVED)
     for budget in (7, 64):
         engine = model.engine(max_num_batched_tokens=budget)
@@ -111,7 +109,7 @@ def test_golden(folder, page_size, tiny_model, run, greedy_request, dense_logpro
         assert hits["hit2", 0][0].num_cached_tokens == num_cached
         check_logits(model, hits, "hit", dense_logprobs, has_prompt=False)
         check_tokens(model, hits, "hit")
-    if (folder, page_size) in PAGED:  # here, as keeping sixty models compiled for another test takes more memory maps than Linux gives
+    if folder not in OTHERS:  # here, as keeping sixty models compiled for another test takes more memory maps than Linux gives
         check_under_preemption(model, page_size, run, greedy_request)
 
 
