@@ -44,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
             kept.chmod(0o700)
             (cache / name).symlink_to(kept, target_is_directory=True)
     os.environ["JAXSERVE_CACHE"] = str(cache)
+    # Many tests compile the same programs, in either process. Engines keep theirs here, too.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache / "compile")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     # A shell ignores Ctrl-C for what it runs in the background, and programs under test would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,8 +60,8 @@ def own_compile_cache() -> Iterator[None]:
         import jax
         from jax.experimental.compilation_cache import compilation_cache
 
-        if jax.config.jax_compilation_cache_dir is not None:
-            jax.config.update("jax_compilation_cache_dir", None)
+        if jax.config.jax_compilation_cache_dir != (kept := os.environ["JAX_COMPILATION_CACHE_DIR"]):
+            jax.config.update("jax_compilation_cache_dir", kept)
             compilation_cache.reset_cache()
 
 

@@ -17,6 +17,8 @@ from jaxserve.runner.memory import MIN_PAGES, MemoryPlan
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 8, "qwen3-30b-a3b": 1, "gemma-3-27b": 1, "deepseek-v2-lite": 1}
 """By name of the config: how many cards share the model."""
+QUICK = {"xla_gpu_autotune_level": 0}
+"""XLA looks for what it could time on a card, and has none to time it on: a fifth of its work, and the programs are the same."""
 
 
 class Programs:
@@ -31,14 +33,14 @@ class Programs:
     @cached_property
     def plan(self) -> MemoryPlan:
         """As start-up makes it: temporaries measured with hardly any pages, then the number of pages."""
-        trial = self.step.lower(self.step.mixed_bucket, MIN_PAGES).compile()
+        trial = self.step.lower(self.step.mixed_bucket, MIN_PAGES).compile(QUICK)
         return self.step.plan(trial.memory_analysis().temp_size_in_bytes)
 
     def compiled(self, family: str) -> jax.stages.Compiled:
         """The program with as many pages as the plan has."""
         if family not in self._compiled:
             bucket = self.step.decode_bucket if family == "decode" else self.step.mixed_bucket
-            options = roofline.COMPILER_OPTIONS if family == "decode" else None
+            options = QUICK | (roofline.COMPILER_OPTIONS if family == "decode" else {})
             self._compiled[family] = self.step.lower(bucket, self.plan.num_pages).compile(options)
         return self._compiled[family]
 

@@ -43,7 +43,9 @@ class FewBuckets(Buckets):
 
     def choose(self, plan: Plan) -> Bucket:
         bucket = super().choose(plan)
-        return bucket if bucket.is_decode else bucket._replace(has_prompt_logprobs=True)
+        if bucket.is_decode:
+            return bucket
+        return bucket._replace(logits_rows=bucket.rows, has_prompt_logprobs=True, has_pooling=self.has_pooling)
 
     def all(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in super().all() if bucket.is_decode or bucket.has_prompt_logprobs)

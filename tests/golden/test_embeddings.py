@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(params=FOLDERS)
 def model(request, tiny_model):
-    return tiny_model(request.param, 8, has_pooling=True)
+    return tiny_model(request.param, 8, has_pooling=True, is_quick=True)
 
 
 @pytest.fixture

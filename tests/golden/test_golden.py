@@ -27,7 +27,7 @@ OTHERS = [
 ]  # fmt: skip
 PAGES_OF_16 = {"gemma2", "llama4-text", "llama-dynamic-rope", "llama3-rope", "mistral-swa"}
 """The others have pages of 8."""
-SERVED = {"llama3-rope", "llama-dynamic-rope", "gemma2", "gpt-oss"}
+SERVED = {"llama3-rope", "gpt-oss"}
 """Compiled as they are served; the others quickly."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 TOLERANCE_OF_8_BITS = 1e-3

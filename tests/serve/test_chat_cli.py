@@ -256,9 +256,9 @@ def test_the_key_comes_from_the_flag_or_a_variable(
 
 def test_a_model_in_process(checkpoint: Path, terminal: Any) -> None:
     """Progress, an answer that Ctrl-C stops, another turn, and the same from a pipe; one engine for each of the two."""
-    small = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-memory-bytes", "4MiB", "--attention-backend", "xla")
-    flags = ("--dtype", "float32", "--temperature", "0", *small)
-    chat = terminal("chat", str(checkpoint), *flags, "--max-model-len", "8000", "--min-tokens", "7900")
+    small = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "8000", "--kv-cache-memory-bytes", "4MiB")
+    flags = ("--dtype", "float32", "--temperature", "0", "--attention-backend", "xla", *small)
+    chat = terminal("chat", str(checkpoint), *flags, "--min-tokens", "7900")
     chat.expect("weights.*programs.*> ")
     chat.type("hello\n")
     chat.expect("hello\r\n.+")
