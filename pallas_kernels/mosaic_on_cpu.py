@@ -44,6 +44,16 @@ _report = Report()
 
 
 @contextlib.contextmanager
+def hardly_optimized() -> Iterator[None]:
+    """XLA compiles in a hurry, in every thread: what an interpreter compiles runs once, and optimizing it took half of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@contextlib.contextmanager
 def interpreted() -> Iterator[Report]:
     """Kernels that are traced inside are interpreted. Results must be waited for inside, too.
 
@@ -65,6 +75,7 @@ def interpreted() -> Iterator[Report]:
         ):
             stack.enter_context(mock.patch.object(callbacks, name, function))
         stack.enter_context(plgpu.force_gpu_interpret_mode(parameters))
+        stack.enter_context(hardly_optimized())
         try:
             yield report
         except BaseException:
