@@ -77,7 +77,8 @@ def slot_state_shapes(shape: RunnerShape, num_groups: int) -> SlotState:
     def array(*per_slot: int) -> Any:
         return jax.ShapeDtypeStruct((shape.num_slots, *per_slot), jnp.int32)
 
-    return SlotState(array(), array(), page_tables=array(num_groups, shape.pages_per_sequence), admission=array(ADMISSION_WORDS))
+    tables = array(num_groups, shape.pages_per_sequence)
+    return SlotState(last_token=array(), length=array(), page_tables=tables, admission=array(ADMISSION_WORDS))
 
 
 def penalty_state_shapes(shape: RunnerShape, vocab_size: int) -> PenaltyState:
