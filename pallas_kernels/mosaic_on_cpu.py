@@ -45,7 +45,7 @@ _report = Report()
 
 @contextlib.contextmanager
 def hardly_optimized() -> Iterator[None]:
-    """XLA compiles in a hurry, in every thread: what an interpreter compiles runs once, and optimizing it took half of the time."""
+    """XLA compiles in a hurry, in every thread: what an interpreter compiles runs once, and optimizing it took a quarter of the time."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield

@@ -16,7 +16,7 @@ from jax import lax
 from jaxserve.arrays import AttentionInputs, KVPages, PenaltyState, RecurrentStates, SampledTokens, SlotState
 from jaxserve.models.load import merge_model
 from jaxserve.models.shards import num_vocab_rows
-from jaxserve.runner.layout import ADMISSION_INTS, StepLayout
+from jaxserve.runner.layout import ADMISSION_INTS, PAGE_WRITE_WORDS, StepLayout
 from jaxserve.runner.logits import Logits
 from jaxserve.runner.pooling import sum_rows
 from jaxserve.runner.sampling import prompt_logprobs, sample
@@ -107,7 +107,7 @@ def admit(
 
 def apply_page_writes(slots: SlotState, writes: jax.Array) -> SlotState:
     """`page_tables[slot, group, index] = page` for each write; padding writes go to the null slot."""
-    slot, group, index, page = (writes[:, i] for i in range(4))
+    slot, group, index, page = (writes[:, i] for i in range(PAGE_WRITE_WORDS))
     return slots._replace(page_tables=slots.page_tables.at[slot, group, index].set(page))
 
 
