@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.engine.child_process import HURRY_SIGNAL
+
 logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
@@ -108,6 +110,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
 
+    def hurry(self) -> None:
+        """Asks a front end to end at once, whether it was asked to end before or not."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(HURRY_SIGNAL)
+
     def ask_for_stacks(self) -> None:
         """Makes it write down what its threads do, where it has asked for the signal."""
         with contextlib.suppress(ProcessLookupError):
@@ -192,10 +199,10 @@ class Keeper:
         if self._child is not None:
             await self._child.stop(self.part.name, timeout_s)
 
-    def terminate(self) -> None:
-        """Asks the child to end, without waiting for it."""
+    def hurry(self) -> None:
+        """Asks the child, a front end, to end at once, without waiting for it."""
         if self._child is not None:
-            self._child.terminate()
+            self._child.hurry()
 
     def kill(self) -> None:
         """Ends the child now."""

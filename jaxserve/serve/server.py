@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from jaxserve.config import ServerConfig
+from jaxserve.engine.child_process import HURRY_SIGNAL
 from jaxserve.engine.replicas import Replicas
 from jaxserve.errors import ConfigError
 from jaxserve.serve.grpc_server import GrpcServer
@@ -168,17 +169,20 @@ class _Uvicorn(uvicorn.Server):
 async def run_front_end(
     config: ServerConfig, engine_addresses: Sequence[str], on_ready: Callable[[Endpoints], None], *, share_ports: bool = False
 ) -> int:
-    """Serves until SIGTERM or SIGINT, then drains (a second signal cuts that short) and returns 0.
+    """Serves until SIGTERM or SIGINT, then drains (HURRY_SIGNAL cuts that short) and returns 0.
 
     `on_ready` is called when an engine has come up for the first time.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    def on_hurry() -> None:
+        hurry.set()
+        stop.set()
 
+    loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, on_signal)
+        loop.add_signal_handler(signum, stop.set)
+    loop.add_signal_handler(HURRY_SIGNAL, on_hurry)
     front_end = FrontEnd(config, *engine_addresses, share_ports=share_ports)
     endpoints = await front_end.start()
     getting_ready = asyncio.create_task(front_end.wait_until_ready())

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 15.0
 """A child that has not ended this long after it should have is killed."""
-HURRY_S = 2.0
-"""A child that has not ended this long after the second signal is killed."""
+HURRY_S = 3.0
+"""A child that has not ended this long after the second signal is killed; a front end needs `ABORT_S` and `FLUSH_S` of it at most."""
 ENGINE_MARGIN_S = 3.0
 """What an engine may be silent beyond `stall_timeout`: one that can still tell why it ends does so."""
 CORES_FOR_TWO_FRONT_ENDS = 4
@@ -165,8 +165,9 @@ class _Supervisor:
             announce(f"Stopping, within {self._server.shutdown_timeout:g} s; a second signal ends it at once.")
             self._stop.set()
             return
+        announce("Ending at once.")
         for keeper in self._front_ends:
-            keeper.terminate()  # told again, a front end aborts what is open: its clients hear of it
+            keeper.hurry()  # aborts what is open: its clients hear of it
         for keeper in keepers:
             asyncio.get_running_loop().call_later(HURRY_S, keeper.kill)
 

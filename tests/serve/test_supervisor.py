@@ -189,9 +189,13 @@ def test_a_second_signal_ends_it_at_once(model_path, tmp_path):
         call = Call(channel, [3, 7])
         until(lambda: call.token_ids, "tokens")
         children = server.children()
+        [front_end] = server.children("jaxserve.serve")
+        front_end.suspend()  # a busy one: it finds both signals at once
         server.process.send_signal(signal.SIGINT)
         server.wait_for("(Stopping)")
         server.process.send_signal(signal.SIGINT)
+        server.wait_for("(Ending at once)")
+        front_end.resume()
         assert server.process.wait(5) == 0
         assert not any(child.is_running() for child in children)
         call.wait()
