@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve.config import ServerConfig
+from jaxserve.engine.child_process import HURRY_SIGNAL
 from jaxserve.core.sequence import FinishReason
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.serve.ports import bind, held_ports
@@ -309,7 +310,7 @@ async def begin_to_read(http: str, **fields) -> tuple[asyncio.StreamReader, asyn
     return reader, writer, int(re.search(rb"content-length: (\d+)", headers).group(1))
 
 
-def test_a_second_signal_cuts_the_drain_short(engine_side):
+def test_the_hurry_signal_cuts_the_drain_short(engine_side):
     async def main() -> tuple[int, tuple[int, str]]:
         await engine_side.start()
         engine_side.runner.step_s = 0.05
@@ -324,7 +325,7 @@ def test_a_second_signal_cuts_the_drain_short(engine_side):
         while (await asyncio.to_thread(get, endpoints.http, "/ready"))[0] == 200:
             await asyncio.sleep(0.005)
         assert not call.done()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), HURRY_SIGNAL)
         status = await asyncio.wait_for(running, 10)
         answer = await call
         await engine_side.stop()
