@@ -19,8 +19,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from jaxserve.config import ServerConfig
-from jaxserve.engine.child_process import HURRY_SIGNAL
 from jaxserve.core.sequence import FinishReason
+from jaxserve.engine.child_process import HURRY_SIGNAL
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.serve.ports import bind, held_ports
 from jaxserve.serve.server import FLUSH_S, FrontEnd, run_front_end
