@@ -236,7 +236,7 @@ def test_a_step_that_holds_the_interpreter_silences_the_process_which_still_tell
             await stream.send(add("a"))
             with contextlib.suppress(TimeoutError):
                 while True:
-                    assert await asyncio.wait_for(process.stdout.readline(), 1) == b"beat\n"
+                    assert await asyncio.wait_for(process.stdout.readline(), 3) == b"beat\n"
             process.send_signal(signal.SIGUSR1)
             stacks = b""
             while b"hang_or_fail" not in stacks:

@@ -161,6 +161,12 @@ class Server:
                 time.sleep(0.005)
             engine.scheduler.check_integrity()
 
+    def wait_until_freed(self) -> None:
+        """Until nothing runs any more, soon: counted in steps, since how busy the machine is does not matter."""
+        before = self.runner.num_steps
+        self.wait_until_idle(timeout_s=30.0)
+        assert self.runner.num_steps - before <= 20
+
 
 def make_engine(model_path: Path, **options: Any) -> tuple[Engine, PausableRunner]:
     limits = SchedulerLimits(

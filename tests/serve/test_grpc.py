@@ -208,7 +208,7 @@ def test_requests_without_input_or_with_media_are_invalid(stub):
 def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
     server.runner.step_s = 0.05
     try:
-        call = stub.Generate(request(max_tokens=250, stream=stream), timeout=0.4 if how == "deadline" else TIMEOUT_S)
+        call = stub.Generate(request(max_tokens=250, stream=stream), timeout=1.5 if how == "deadline" else TIMEOUT_S)
         while not server.engine.scheduler.num_running:
             time.sleep(0.005)
         if how == "cancel":
@@ -217,9 +217,7 @@ def test_cancel_and_deadline_free_the_pages(server, stub, how, stream):
             list(call)
         expected = grpc.StatusCode.CANCELLED if how == "cancel" else grpc.StatusCode.DEADLINE_EXCEEDED
         assert caught.value.code() is expected
-        start = time.monotonic()
-        server.wait_until_idle(timeout_s=2)
-        assert time.monotonic() - start < 1
+        server.wait_until_freed()
     finally:
         server.runner.step_s = 0.0
 
@@ -326,7 +324,7 @@ def test_a_lost_engine_is_unavailable(fresh_server):
     fresh_server.loop.stop()
     with fresh_server.channel() as channel:
         stub = VllmEngineStub(channel)
-        end = time.monotonic() + 5
+        end = time.monotonic() + TIMEOUT_S
         while stub.HealthCheck(pb.HealthCheckRequest(), timeout=TIMEOUT_S).healthy:
             assert time.monotonic() < end
         with pytest.raises(grpc.RpcError) as caught:

@@ -100,16 +100,14 @@ def test_beyond_max_waiting_calls_are_refused_at_once_and_the_others_end(start_s
         stub = VllmEngineStub(channel)
         server.runner.gate.clear()
         admitted = [stub.Generate(generate_request(), timeout=TIMEOUT_S) for _ in range(10)]  # 8 seats and 2 in the queue
-        end = time.monotonic() + 10
+        end = time.monotonic() + TIMEOUT_S
         while stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=TIMEOUT_S).active_requests < 10:
             assert time.monotonic() < end
         inference = InferenceStub(channel)
         text = pb.GenerateRequest(text="Hello")
         for refused in (stub.Generate(generate_request(), timeout=TIMEOUT_S), inference.GenerateStream(text, timeout=TIMEOUT_S)):
-            start = time.monotonic()
             with pytest.raises(grpc.RpcError) as caught:
-                list(refused)
-            assert time.monotonic() - start < 0.1
+                list(refused)  # while no step ends
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert float(dict(caught.value.trailing_metadata())["retry-after"]) >= 1
         server.runner.gate.set()

@@ -223,7 +223,7 @@ def test_a_body_that_is_too_large_is_413_and_not_read_for_long(port, monkeypatch
 
 
 def test_a_client_that_stops_reading_is_cut_and_slows_nobody(app, port, monkeypatch):
-    monkeypatch.setattr(http_connection, "SLOW_READER_S", 1.0)
+    monkeypatch.setattr(http_connection, "SLOW_READER_S", 3.0)
     app.stream_ended.clear()
     app.num_sent = 0
     with socket.socket() as sock:
@@ -237,10 +237,9 @@ def test_a_client_that_stops_reading_is_cut_and_slows_nobody(app, port, monkeypa
             time.sleep(0.1)
         assert not app.stream_ended.is_set()
         assert blocked_at * 10_000 < 2**20
-        start = time.monotonic()
         assert_alive(port)
-        assert time.monotonic() - start < 0.5
-        assert app.stream_ended.wait(5)
+        assert not app.stream_ended.is_set(), "the others had to wait until it was cut"
+        assert app.stream_ended.wait(30)
     assert_alive(port)
 
 
@@ -253,7 +252,7 @@ def test_a_client_that_reads_slowly_but_reads_is_served(app, port, monkeypatch):
             time.sleep(0.1)
             assert sock.recv(2**20)
         assert not app.stream_ended.is_set()
-    assert app.stream_ended.wait(5)
+    assert app.stream_ended.wait(30)
 
 
 def test_a_whole_answer_that_nobody_reads_is_given_up(port, monkeypatch):
