@@ -22,7 +22,8 @@ from jaxserve.logs import set_up_logging
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
-BEAT_S = 1.0
+BEAT_S = 0.25
+"""Several signs of life in the shortest `stall_timeout`, 1 s: one that comes late ends nobody."""
 HURRY_SIGNAL = signal.SIGUSR2
 """Tells a front end to abort what is open and end. Not SIGTERM once more: of a signal sent twice a busy process may see one."""
 
