@@ -25,7 +25,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from jaxserve.engine import link_pb2, link_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SCRIPT = """
 import asyncio, json, sys

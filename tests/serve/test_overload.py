@@ -71,8 +71,8 @@ def test_the_openai_clients_retries_succeed(full_server):
 
 
 def test_a_client_that_stops_reading_is_aborted_and_slows_nobody(server, monkeypatch):
-    monkeypatch.setattr(http_connection, "SLOW_READER_S", 0.5)
-    server.runner.step_s = 0.01
+    monkeypatch.setattr(http_connection, "SLOW_READER_S", 2.0)
+    server.runner.step_s = 0.03
     before = server.loop.stats().num_generated_tokens
     num_wanted = 6 * 250
     body = {"prompt": [5], "max_tokens": 250, "n": 6, "temperature": 1, "seed": 3, "ignore_eos": True, "logprobs": 20, "stream": True}
@@ -84,15 +84,15 @@ def test_a_client_that_stops_reading_is_aborted_and_slows_nobody(server, monkeyp
             sock.connect((host, int(port)))
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
             assert sock.recv(100)
-            others, waits = 0, []
+            others, waits = 0, []  # in steps: how busy the machine is does not matter
             while server.engine.has_work:
-                start = time.monotonic()
+                first_step = server.runner.num_steps
                 assert complete(client, [5, 7]).choices[0].token_ids == server.output_ids([5, 7], 6)
-                waits.append(time.monotonic() - start)
+                waits.append(server.runner.num_steps - first_step)
                 others += 6
             generated = server.loop.stats().num_generated_tokens - before - others
             assert 0 < generated < num_wanted
-            assert min(waits) < 0.5, waits
+            assert max(waits) < 2.0 / server.runner.step_s, waits
             server.wait_until_idle()
     finally:
         server.runner.step_s = 0.0
