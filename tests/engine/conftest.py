@@ -54,7 +54,7 @@ class CountingEngine:
     def step(self) -> list[TokenEvent]:
         self.num_steps += 1
         time.sleep(0.001)
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         if self.step_error is not None:
             raise self.step_error
         return [self._advance(key) for key in list(self.open)]

@@ -51,7 +51,7 @@ async def link(engine, info) -> AsyncIterator[tuple[EngineClient, EngineLoop, st
 async def connect(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
-    await asyncio.wait_for(client.wait_until_connected(), 10)
+    await asyncio.wait_for(client.wait_until_connected(), 30)
     return client
 
 

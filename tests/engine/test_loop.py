@@ -14,7 +14,7 @@ from jaxserve.core.sequence import FinishReason
 from jaxserve.engine.loop import EngineLoop, LoopClient, Output
 from jaxserve.errors import EngineUnavailable, Overloaded
 
-TIMEOUT_S = 10
+TIMEOUT_S = 30
 
 
 def request(request_id: str, *, prompt=(5,), max_tokens=3, n=1) -> Request:

@@ -127,7 +127,7 @@ class Server:
         """As if its process were started again; the front end will connect soon after."""
         asyncio.run_coroutine_threadsafe(self.engine_sides[number].start(), self.aio_loop).result(30)
 
-    def wait_until_ready(self, *, is_ready: bool = True, timeout_s: float = 10.0) -> None:
+    def wait_until_ready(self, *, is_ready: bool = True, timeout_s: float = 30.0) -> None:
         """Until the front end serves calls, or does not any more."""
         end = time.monotonic() + timeout_s
         while self.front_end.service.is_ready != is_ready:
@@ -152,7 +152,7 @@ class Server:
             ids.append((sum(ids) + len(ids) + seed) % VOCAB_SIZE)
         return ids[len(prompt) :]
 
-    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_until_idle(self, timeout_s: float = 30.0) -> None:
         """Until nothing runs or waits and every page is free or cached."""
         end = time.monotonic() + timeout_s
         for engine in (side.engine for side in self.engine_sides):

@@ -38,7 +38,7 @@ def test_server_info_counts_what_runs_and_waits(start_server):
         before = time.time()
         server.runner.gate.clear()
         calls = [start(stub) for _ in range(3)]
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while (info := stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)).active_requests < 3:
             assert time.monotonic() < end, info
         assert before <= info.last_receive_timestamp <= time.time()

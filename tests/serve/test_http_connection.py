@@ -70,7 +70,7 @@ def serving(app):
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(30)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def connect(port):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -57,7 +57,7 @@ def test_without_an_engine_health_says_why_and_calls_are_503(fresh_server):
 
 def test_a_draining_server_is_healthy_but_not_ready(fresh_server):
     server = fresh_server
-    asyncio.run_coroutine_threadsafe(server.front_end.service.drain(0), server.aio_loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.front_end.service.drain(0), server.aio_loop).result(30)
     assert call(server, "/health")[0] == 200
     assert call(server, "/live")[0] == 200
     answer = call(server, "/ready")
@@ -75,7 +75,7 @@ def test_load_is_what_the_engine_runs_and_has_waiting(fresh_server):
         while json.loads(call(server, "/load")[2]) != {"server_load": 3}:
             assert thread.is_alive()
         server.runner.gate.set()
-        thread.join(10)
+        thread.join(30)
 
 
 def test_metrics_are_mounted(server):
