@@ -110,6 +110,8 @@ def choose(device: Device, *needs: Needs) -> tuple[str, str]:
         reason = lacks("cpu_native", device, *needs)
         return ("cpu_native", "native code for this CPU") if reason is None else ("xla", f"cpu_native lacks: {reason}")
     measured = tuning.fastest("paged_attention", device.kind)
+    if measured is not None and measured not in IMPLEMENTATIONS:
+        raise ValueError(f"{tuning.file_of('paged_attention', device.kind)} has a fastest implementation that does not exist: {measured!r}")
     if measured is not None and lacks(measured, device, *needs) is None:
         return measured, f"measured to be the fastest on {device.kind}"
     reason = lacks("triton", device, *needs)

@@ -86,3 +86,9 @@ def test_what_was_measured_fastest_is_taken_where_it_can_serve(monkeypatch: pyte
     assert dispatch.choose(card) == ("mosaic_gpu", "measured to be the fastest on Card")
     assert dispatch.choose(card, Needs(num_parts=1))[0] == "triton"
     assert dispatch.choose(H200)[0] == "triton"
+
+
+def test_a_fastest_implementation_that_does_not_exist_is_an_error_that_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "fastest", lambda operation, kind: "magic")
+    with pytest.raises(ValueError, match=r"nvidia-h200\.json has a fastest implementation that does not exist: 'magic'"):
+        dispatch.choose(Device("gpu", (9, 0), "NVIDIA H200"))

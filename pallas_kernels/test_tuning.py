@@ -63,6 +63,28 @@ def test_a_size_that_the_implementation_does_not_have_is_an_error() -> None:
         tuning.tuned("op", "fast", "decode", Sizes())
 
 
+def test_no_sizes_take_out_what_was_known() -> None:
+    for sizes in ({"tile": 128}, {}):
+        tuning.write(
+            "op", "NVIDIA H200 (SXM)", {Launch("op", "fast", "decode"): sizes, Launch("op", "fast", "prefill"): {"tile": 8}}, None, {}
+        )
+    assert tuning.tuned("op", "fast", "decode", Sizes()) == Sizes()
+    assert tuning.tuned("op", "fast", "prefill", Sizes()) == Sizes(tile=8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"fastest": 3}', '{"sizes": []}', '{"sizes": {"fast": []}}', '{"sizes": {"fast": {"decode": 8}}}',
+     '{"sizes": {"fast": {"decode": {"tile": "8"}}}}', '{"sizes": {"fast": {"decode": {"tile": 8.5}}}}'],
+)  # fmt: skip
+def test_a_damaged_file_is_an_error_that_names_it(root: Path, text: str) -> None:
+    path = tuning.file_of("op", "NVIDIA H200 (SXM)")
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"nvidia-h200-sxm\.json (is not JSON|has no measurements).*; delete it, or measure again"):
+        tuning.tuned("op", "fast", "decode", Sizes())
+
+
 def test_a_trial_replaces_files_and_tells_what_was_asked() -> None:
     launch = Launch("op", "fast", "decode")
     tuning.write("op", "NVIDIA H200 (SXM)", {launch: {"tile": 128}}, None, {})

@@ -59,7 +59,7 @@ def tuned[S: DataclassInstance](operation: str, implementation: str, shape_class
     """`sizes`, with what was measured for this class of shapes on the device that is compiled for.
 
     Raises:
-        ValueError: The file names something that `sizes` does not have.
+        ValueError: The file names something that `sizes` does not have, or is damaged.
     """
     launch = Launch(operation, implementation, shape_class)
     if _trial is not None:
@@ -104,6 +104,7 @@ def write(operation: str, kind: str, sizes: Mapping[Launch, Mapping[str, int]], 
     """Adds measurements to the file of a kind of device; those of other shape classes stay, as does `fastest` where it is None.
 
     Args:
+        sizes: By launch; none ({}) takes what was known of the launch out: the computed ones are the best.
         facts: How they were made: versions, date.
     """
     path = file_of(operation, kind)
@@ -111,7 +112,9 @@ def write(operation: str, kind: str, sizes: Mapping[Launch, Mapping[str, int]], 
     merged: dict[str, dict[str, Any]] = {name: dict(classes) for name, classes in known.get("sizes", {}).items()}
     for launch, values in sizes.items():
         merged.setdefault(launch.implementation, {})[launch.shape_class] = dict(values)
-    content = {"device": kind, **facts, "fastest": fastest or known.get("fastest"), "sizes": merged}
+    kept = {name: {shape: values for shape, values in classes.items() if values} for name, classes in merged.items()}
+    measured = {name: classes for name, classes in kept.items() if classes}
+    content = {"device": kind, **facts, "fastest": fastest or known.get("fastest"), "sizes": measured}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     _read.cache_clear()
@@ -120,8 +123,24 @@ def write(operation: str, kind: str, sizes: Mapping[Launch, Mapping[str, int]], 
 
 @functools.cache
 def _read(operation: str, kind: str) -> dict[str, Any]:
+    """What the file has; raises ValueError that names it where that are no measurements."""
+    path = file_of(operation, kind)
     try:
-        content: dict[str, Any] = json.loads(file_of(operation, kind).read_text())
+        content: Any = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; delete it, or measure again") from error
+    if not isinstance(content, dict) or not isinstance(content.get("fastest"), str | None) or not _are_sizes(content.get("sizes", {})):
+        raise ValueError(f"{path} has no measurements as `tuning.write` writes them; delete it, or measure again")
     return content
+
+
+def _are_sizes(sizes: Any) -> bool:
+    """Whether these are whole numbers by implementation, shape class and field."""
+    inner: list[Any] = [sizes]
+    for _ in range(2):
+        if not all(isinstance(each, dict) for each in inner):
+            return False
+        inner = [value for each in inner for value in each.values()]
+    return all(isinstance(each, dict) and all(type(value) is int for value in each.values()) for each in inner)

@@ -11,6 +11,7 @@ import datetime
 import importlib
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.report import print_report, processor_name
+from jaxserve.errors import ConfigError
 from jaxserve.settings import Parser
 from pallas_kernels import dispatch, paged_attention, tuning
 from pallas_kernels.paged_attention.arg_specs import AttentionSpec
@@ -48,12 +50,24 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers of a program, as far as memory goes (default 8)")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="runs of each program; the best counts (default 20)")
     args = parser.parse_args(argv)
+    for flag, value in (("layers", args.layers), ("repeats", args.repeats)):
+        if value < 1:
+            raise ConfigError(f"--{flag} is {value}; it must be at least 1.")
     device = dispatch.this_device()
-    specs = [spec for spec in shapes(device.platform) if not args.shape or any(part in spec.name for part in args.shape)]
-    names = args.implementation or [
+    known = shapes(device.platform)
+    specs = [spec for spec in known if not args.shape or any(part in spec.name for part in args.shape)]
+    if not specs:
+        raise ConfigError(f"--shape {', '.join(args.shape)}: no shape is named so. There are: {', '.join(spec.name for spec in known)}.")
+    names = list(dict.fromkeys(args.implementation or ())) or [
         name for name, lack in dispatch.available(device).items() if lack is None and name != "reference"
     ]  # the oracle is slow by design
+    for name in args.implementation or ():
+        lacks = [dispatch.lacks(name, device, spec.needs) for spec in specs]
+        if None not in lacks:
+            raise ConfigError(f"--implementation {name} serves none of these shapes here; it lacks: {lacks[0]}.")
     bench = _Bench(timer or best_of(args.repeats), args.layers, MAX_BYTES.get(device.platform, MAX_BYTES["gpu"]))
+    if args.tune:
+        _check_file(device.kind)
     seconds: dict[str, dict[str, float]] = {}
     tuned: dict[Launch, dict[str, int]] = {}
     for spec in specs:
@@ -63,7 +77,7 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
                 logger.info("%s does not serve %s; it lacks: %s", name, spec.name, lack)
                 continue
             sizes, seconds[spec.name][name] = bench.tune(spec, name) if args.tune else ({}, bench.seconds(spec, name))
-            tuned |= sizes
+            tuned |= {launch: values for launch, values in sizes.items() if values or launch not in tuned}
     facts: dict[str, Any] = {
         "device": device.kind if device.platform != "cpu" else processor_name(),
         "jax": jax.__version__,
@@ -73,14 +87,25 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     if args.tune:
         fastest = None if args.implementation or args.shape else _fastest(seconds)  # a part of the picture decides nothing
         path = tuning.write(OPERATION, device.kind, tuned, fastest, facts)
-        facts |= {"fastest": fastest, "sizes kept": len(tuned), "written to": str(path)}
+        facts |= {"fastest": fastest, "sizes kept": sum(map(bool, tuned.values())), "written to": str(path)}
     rows = [
-        (spec.name, spec.kv_bytes / 1e6, *(seconds[spec.name].get(name, math.nan) * 1e6 for name in names),
-         _rate(spec, min(seconds[spec.name].values(), default=math.nan)))
+        (spec.name, spec.kv_bytes / 1e6, *(_microseconds(seconds[spec.name].get(name)) for name in names),
+         _rate(spec, min(seconds[spec.name].values(), default=None)))
         for spec in specs
     ]  # fmt: skip
     print_report("kernels", facts, ("shape", "MB", *(f"{name} us" for name in names), "GB/s of the best"), rows)
     return 0
+
+
+def _check_file(kind: str) -> None:
+    """Raises ConfigError where nothing could be written: said before minutes of measuring, not after."""
+    try:
+        tuning.fastest(OPERATION, kind)  # what is there is read, to be added to
+        directory = tuning.file_of(OPERATION, kind).parent
+        directory.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tune cannot keep what it would find: {error}.") from None
 
 
 def shapes(platform: str) -> tuple[AttentionSpec, ...]:
@@ -129,7 +154,7 @@ class _Bench:
         return self._timer(run) / num_layers
 
     def tune(self, spec: AttentionSpec, name: str) -> tuple[dict[Launch, dict[str, int]], float]:
-        """Sizes that are faster than those computed, by launch, and the seconds of one layer with them."""
+        """Of each launch the sizes that are faster than those computed (none: {}), and the seconds of one layer with them."""
         chosen: dict[Launch, dict[str, int]] = {}
         with tuning.trial(chosen) as trial:
             run, num_layers = self._program(spec, name)
@@ -144,7 +169,7 @@ class _Bench:
                     seconds = self._try(spec, name, chosen | {launch: sizes}, expected)
                     if seconds < best * WORTH_IT:
                         best, chosen[launch] = seconds, sizes
-        return chosen, best / num_layers
+        return {launch: chosen.get(launch, {}) for launch in trial.asked}, best / num_layers
 
     def _try(self, spec: AttentionSpec, name: str, sizes: Mapping[Launch, Mapping[str, int]], expected: np.ndarray) -> float:
         """Seconds of a program with these sizes; infinity where they do not compile or give something else."""
@@ -200,8 +225,13 @@ def _fastest(seconds: Mapping[str, Mapping[str, float]]) -> str | None:
     return min(sorted(names), key=lambda name: math.prod(times[name] for times in seconds.values()), default=None)
 
 
-def _rate(spec: AttentionSpec, seconds: float) -> float:
-    return spec.kv_bytes / seconds / 1e9
+def _microseconds(seconds: float | None) -> float | None:
+    """None, which JSON has, in place of NaN, which it has not: the implementation does not serve the shape."""
+    return None if seconds is None else seconds * 1e6
+
+
+def _rate(spec: AttentionSpec, seconds: float | None) -> float | None:
+    return None if seconds is None else spec.kv_bytes / seconds / 1e9
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def processor_name() -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:  # not measured
+        return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from jaxserve.bench import kernels
-from pallas_kernels import tuning
+from jaxserve.errors import ConfigError
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.paged_attention import xla
 
 DECODE = kernels._shape(2, 1, 32, 2, 1, 8)
@@ -77,3 +78,49 @@ def test_sizes_that_change_the_output_are_not_kept(monkeypatch: pytest.MonkeyPat
 def test_the_fastest_served_every_shape() -> None:
     seconds = {"a": {"x": 1.0, "y": 3.0, "z": 0.1}, "b": {"x": 4.0, "y": 1.0}}
     assert kernels._fastest(seconds) == "y"
+
+
+def test_tuning_again_takes_out_sizes_that_are_no_longer_the_best(root: Path) -> None:
+    assert kernels.main(["--tune", "--layers", "1", "--implementation", "xla"], clock) == 0
+    [path] = root.glob("paged_attention/tuning/*.json")
+    assert json.loads(path.read_text())["sizes"] != {}
+    assert kernels.main(["--tune", "--layers", "1", "--implementation", "xla"], lambda run: 1.0) == 0
+    assert json.loads(path.read_text())["sizes"] == {}
+
+
+def test_a_shape_that_an_implementation_does_not_serve_is_null(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON has no NaN."""
+    odd = kernels._shape(1, 1, 32, 2, 1, 16)
+    monkeypatch.setattr(kernels, "shapes", lambda platform: (DECODE, odd))
+    monkeypatch.setattr(dispatch, "lacks", lambda name, device, *needs: "a head" if name == "reference" and needs == (odd.needs,) else None)
+    assert kernels.main(["--layers", "1", "--implementation", "xla", "--implementation", "reference"], clock) == 0
+    card, line = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert " - |" in card
+    assert "NaN" not in line
+    assert [row["reference us"] for row in json.loads(line)["results"]] == [1e6, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
+        (["--layers", "-1"], "--layers is -1; it must be at least 1"),
+        (["--shape", "nosuch"], "--shape nosuch: no shape is named so. There are: decode 2x1 of 32"),
+        (["--implementation", "triton"], "--implementation triton serves none of these shapes here; it lacks: an NVIDIA GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kernels.main(arguments, clock)
+
+
+def test_a_file_that_cannot_be_added_to_is_said_before_anything_is_measured(root: Path) -> None:
+    path = tuning.file_of("paged_attention", "cpu")
+    path.parent.mkdir()
+    path.write_text("{")
+
+    def never(run: Callable[[], jax.Array]) -> float:
+        raise AssertionError("measured")
+
+    with pytest.raises(ConfigError, match=r"--tune cannot keep what it would find: .*cpu\.json is not JSON"):
+        kernels.main(["--tune", "--layers", "1"], never)
