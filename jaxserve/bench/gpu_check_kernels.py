@@ -7,6 +7,7 @@ without jax-triton can run. Knows no model.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,27 +33,32 @@ Attend = Callable[..., jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One route on one shape: the largest error and what is allowed, as shares of the largest value."""
+    """One route on one shape: the largest error and what is allowed, as shares of the largest value.
+
+    Attributes: error: None where it is no number (NaN, infinite), or where there is no output. problem: What kept it from running.
+    """
 
     route: str
     name: str
-    error: float
+    error: float | None
     allowed: float
+    problem: str | None = None
 
     @property
     def is_right(self) -> bool:
         """False for NaN too."""
-        return self.error <= self.allowed
+        return self.error is not None and self.error <= self.allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One route on one shape: microseconds a layer, and the floor's share of them."""
+    """One route on one shape: microseconds a layer, and the floor's share of them; or what kept it from running."""
 
     route: str
     name: str
-    microseconds: float
-    share_of_floor: float
+    microseconds: float | None
+    share_of_floor: float | None
+    problem: str | None = None
 
 
 def timed_specs(is_tiny: bool) -> tuple[AttentionSpec, ...]:
@@ -81,9 +87,7 @@ def routes(spec: AttentionSpec, args: AttentionArgs, prepared: Path | None) -> I
         if name != "reference" and dispatch.lacks(name, here, needs) is None:
             yield name, functools.partial(paged_attention, **_options(spec, args), implementation=name)
     if prepared is not None and (path := prepared / _file_name(spec)).exists():
-        import jaxlib.gpu_triton  # noqa: F401  registers the custom call's target
-
-        yield EXPORTED, export.deserialize(bytearray(path.read_bytes())).call
+        yield EXPORTED, functools.partial(_call_exported, path)
 
 
 def check_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Check]:
@@ -99,11 +103,16 @@ def check_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Check]:
         scales = options["kv_scales"]
         largest = float(np.nanmax(np.abs(expected))) if scales is not None else float(np.nanmax(np.abs(values.astype(np.float32))))
         for name, attend in routes(spec, args, prepared):
-            out = np.asarray(jax.jit(attend)(*args), np.float32)
-            error = float(np.abs(out - expected).max()) / largest
             # wgmma multiplies 16 bits; of 8-bit pages it rounds queries and weights to as many.
             is_rounded = half or (name == "mosaic_gpu" and scales is not None)
-            yield Check(name, spec.name, error, 5e-3 + (2.0**-8 if half else 0.0) if is_rounded else 1e-5)
+            allowed = 5e-3 + (2.0**-8 if half else 0.0) if is_rounded else 1e-5
+            try:
+                out = np.asarray(jax.jit(attend)(*args), np.float32)
+            except Exception as problem:  # whatever a compiler or a driver says: the other routes are to be checked all the same
+                yield Check(name, spec.name, None, allowed, _first_line(problem))
+                continue
+            error = float(np.abs(out - expected).max()) / largest
+            yield Check(name, spec.name, error if math.isfinite(error) else None, allowed)
 
 
 def time_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Speed]:
@@ -112,7 +121,11 @@ def time_kernels(is_tiny: bool, prepared: Path | None) -> Iterator[Speed]:
         args = _typed(spec, make_args(spec))
         for name, attend in routes(spec, args, prepared):
             if name != "xla" or is_tiny:
-                seconds = _seconds_a_layer(attend, args, num_repeats=2 if is_tiny else 20)
+                try:
+                    seconds = _seconds_a_layer(attend, args, num_repeats=2 if is_tiny else 20)
+                except Exception as problem:
+                    yield Speed(name, spec.name, None, None, _first_line(problem))
+                    continue
                 yield Speed(name, spec.name, seconds * 1e6, floor_s(spec) / seconds)
 
 
@@ -137,6 +150,17 @@ def export_kernels(directory: Path, card: str, is_tiny: bool) -> list[Path]:
             written.append(directory / _file_name(spec))
             written[-1].write_bytes(exported.serialize())
     return written
+
+
+def _call_exported(path: Path, *args: jax.Array) -> jax.Array:
+    import jaxlib.gpu_triton  # noqa: F401  registers the custom call's target
+
+    result: jax.Array = export.deserialize(bytearray(path.read_bytes())).call(*args)
+    return result
+
+
+def _first_line(problem: Exception) -> str:
+    return next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
 
 
 def _seconds_a_layer(attend: Attend, args: AttentionArgs, *, num_repeats: int) -> float:

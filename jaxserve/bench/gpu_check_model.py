@@ -65,7 +65,7 @@ class Level:
         tokens_per_s: Output tokens while all requests decode.
         step_ms: Of those steps, the mean.
         ttft_ms: From the arrival of all requests to a request's first token, the median.
-        gap_ms: Of a step in which the device ran nothing; None where the trace shows no device.
+        gap_ms: In which the device ran nothing, for each step of a run, those of prompts too; None where the trace shows no device.
     """
 
     batch: int
@@ -78,17 +78,32 @@ class Level:
 def run_level(engine: Engine, batch: int, *, input_len: int, output_len: int) -> Level:
     """Measures one level on an engine that is warm."""
     _run(engine, batch, input_len, output_len, "warm")
-    first, steps, tokens, seconds = _run(engine, batch, input_len, output_len, "measured")
+    measured = _run(engine, batch, input_len, output_len, "measured")
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
-            _, traced, _, _ = _run(engine, batch, input_len, min(output_len, 16), "traced")
+            traced = _run(engine, batch, input_len, min(output_len, 16), "traced")
         idle = device_idle_s(Path(directory))
-    gap = None if idle is None else 1e3 * idle / max(traced, 1)
-    return Level(batch, tokens / seconds, 1e3 * seconds / steps, 1e3 * statistics.median(first), gap)
+    return Level(
+        batch,
+        tokens_per_s=measured.num_tokens / measured.decode_s,
+        step_ms=1e3 * measured.decode_s / max(measured.num_decode_steps, 1),
+        ttft_ms=1e3 * statistics.median(measured.first_s),
+        gap_ms=None if idle is None else 1e3 * idle / traced.num_steps,
+    )
 
 
-def _run(engine: Engine, batch: int, input_len: int, output_len: int, label: str) -> tuple[list[float], int, int, float]:
-    """Seconds to each first token; then, from the last of those on: steps, tokens, seconds."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Seconds to each first token, all steps with tokens; and what came after the last of those first: steps, tokens, seconds."""
+
+    first_s: list[float]
+    num_steps: int
+    num_decode_steps: int
+    num_tokens: int
+    decode_s: float
+
+
+def _run(engine: Engine, batch: int, input_len: int, output_len: int, label: str) -> _Run:
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     start = time.perf_counter()
@@ -96,17 +111,19 @@ def _run(engine: Engine, batch: int, input_len: int, output_len: int, label: str
         prompt = tuple(rng.integers(0, engine.info.vocab_size, input_len).tolist())
         engine.add(Request(request_id=f"{label}-{batch}-{i}", prompt_token_ids=prompt, params=params, arrival_time_s=start))
     first: dict[str, float] = {}
-    began, num_steps, num_tokens = start, 0, 0
+    began, num_steps, num_decode_steps, num_tokens = start, 0, 0, 0
     while engine.has_work:
         events = engine.step()
         now = time.perf_counter()
-        for event in events:
-            if event.request_id not in first:
-                first[event.request_id] = now - start
-                began, num_steps, num_tokens = now, 0, 0
-            num_tokens += 1
         num_steps += bool(events)
-    return list(first.values()), max(num_steps, 1), num_tokens, time.perf_counter() - began
+        num_decode_steps += bool(events)
+        num_tokens += sum(len(event.token_ids) for event in events)
+        if errors := [event.error for event in events if event.error is not None]:
+            raise RuntimeError(errors[0])  # requests that end so would look fast
+        if new := {event.request_id for event in events} - first.keys():
+            first |= dict.fromkeys(new, now - start)
+            began, num_decode_steps, num_tokens = now, 0, 0  # what this step gave was computed before `now`
+    return _Run(list(first.values()), max(num_steps, 1), num_decode_steps, num_tokens, time.perf_counter() - began)
 
 
 def device_idle_s(directory: Path) -> float | None:

@@ -17,8 +17,8 @@ SHAPES = ((32, 2048), (32, 8192), (128, 2048), (256, 1024))
 NUM_REPEATS = 20
 
 
-def main() -> int:
-    """Returns 0 also where there is nothing to measure."""
+def measure() -> int:
+    """Returns 0 also where there is nothing to measure. Not `main`: `jaxserve bench` offers modules that have one."""
     results: list[tuple[str, str, float]] = []
     if find_spec("torch") is not None:
         import torch  # type: ignore[import-not-found]
@@ -71,4 +71,4 @@ def _microseconds(torch: Any, call: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure())
