@@ -48,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Many tests compile the same programs, in either process. Engines keep theirs here, too.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache / "compile")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    if "jax" in sys.modules:  # a conftest that was named imported it, which has read the environment
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     # A shell ignores Ctrl-C for what it runs in the background, and programs under test would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
