@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import jax
@@ -78,9 +78,19 @@ class Placement:
         options = None if self._is_cpu else gpu_options(os.environ.get("XLA_FLAGS", ""))
         return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
-    def lowering(self) -> AbstractContextManager[Any]:
-        """To lower inside of: kernels learn there what device they are for, also where this machine has none."""
-        return nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+    @contextmanager
+    def lowering(self) -> Iterator[None]:
+        """To lower inside of: kernels learn there what device they are for, also where this machine has none.
+
+        A GPU would multiply float32 as TF32, with 10 bits of fraction: then --dtype float32 would not be float32. Products of 16 bits are
+        the same either way.
+        """
+        with ExitStack() as stack:
+            if self.mesh is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh))
+            if not self._is_cpu:
+                stack.enter_context(jax.default_matmul_precision("highest"))
+            yield
 
     def _whole(self, partition: PartitionSpec, part: Any) -> jax.ShapeDtypeStruct:
         shape = list(part.shape)
