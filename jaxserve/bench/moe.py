@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.bench.report import print_report, processor_name
+from jaxserve.errors import ConfigError
 from jaxserve.models.moe import MoE
 from jaxserve.models.spec import MoESpec
 from jaxserve.settings import Parser
@@ -30,11 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = [("--tokens", 256), ("--experts", 64), ("--hidden", 1024), ("--width", 512), ("--repeats", 15)]
     for flag, default in options:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"(default {default})")
-    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 8, 64], metavar="N", help="experts of a token (default 1 8 64)")
+    parser.add_argument("--top-k", type=int, nargs="+", metavar="N", help="experts of a token (default 1, 8, 64, as far as there are)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args(argv)
+    for name in ("tokens", "experts", "hidden", "width", "repeats"):
+        if (value := getattr(args, name)) < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    chosen = args.top_k or [top_k for top_k in (1, 8, 64) if top_k <= args.experts]
+    if not 1 <= min(chosen) <= max(chosen) <= args.experts:
+        raise ConfigError(f"--top-k is {' '.join(map(str, chosen))}; of {args.experts} experts a token can choose 1 to {args.experts}.")
     backend, _ = dispatch.choose(dispatch.this_device())
-    runs = [_layer(top_k, args, backend) for top_k in args.top_k]
+    runs = [_layer(top_k, args, backend) for top_k in chosen]
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(args.repeats):  # by turns: what disturbs one disturbs all
         for run, measured in zip(runs, times, strict=True):
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    rows = [(top_k, median, median / medians[-1]) for top_k, median in zip(args.top_k, medians, strict=True)]
+    rows = [(top_k, median, median / medians[-1]) for top_k, median in zip(chosen, medians, strict=True)]
     print_report("moe", facts, ("experts a token", "median ms", "of the last"), rows)
     return 0
 
