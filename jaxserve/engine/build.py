@@ -25,7 +25,7 @@ from jaxserve.core.buckets import Buckets
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import EngineInfo
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.models.load import load_model, load_model_on_mesh
 from jaxserve.models.registry import resolve_spec
 from jaxserve.models.shards import Shards, shard_spec
@@ -113,7 +113,7 @@ def build_engine(
         kv_dtype = page_dtype(config.kv_cache_dtype, dtype)
         attention, attention_reason = choose_backend(config, spec, dtype, device)  # the first time this builds the native ones
         detail(f"{attention} ({attention_reason})")
-    with timer.stage("weights") as detail:
+    with timer.stage("weights") as detail, out_of_memory("the weights; share them by --tensor-parallel-size, or take a smaller model"):
         if mesh is None:
             model = load_model(whole, checkpoint.read, dtype, device=device, attention=attention)
         else:
@@ -126,7 +126,7 @@ def build_engine(
         logger.info("memory:\n%s", plan.table())
         if spec.recurrent_layers and config.enable_prefix_caching:
             logger.info("prefix caching is off: this model has recurrent layers, whose state no page holds")
-    with timer.stage("programs") as detail:
+    with timer.stage("programs") as detail, out_of_memory("pages, state and steps; lower --gpu-memory-utilization or --num-pages"):
         runner = ModelRunner(model, spec, shape, kv_dtype=kv_dtype, device=device, mesh=mesh)
         del model
         num_programs, num_cached = runner.compile(
@@ -142,6 +142,17 @@ def build_engine(
     )  # fmt: skip
     scheduler = Scheduler(_scheduler_limits(config, info, spec, shape), shape.buckets)
     return Engine(scheduler, runner, info, async_scheduling=config.async_scheduling)
+
+
+@contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """A device without room for something becomes a ConfigError that names it: started again, it would have no more."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "Out of memory" not in str(error):
+            raise
+        raise ConfigError(f"the device has no room for {what}. It says: {str(error).strip().splitlines()[0]}") from error
 
 
 class _Timer:

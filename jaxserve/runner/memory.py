@@ -128,9 +128,14 @@ def kv_budget(
         free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
         default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves", free)
     if free <= 0:
+        ways_out = "Lower --max-num-seqs, --max-penalty-slots, --max-num-batched-tokens or --max-model-len."
+        if max_host_bytes is not None and device.platform == "cpu":
+            ways_out = (
+                f"An engine's part of this machine's memory is {_gib(max_host_bytes)}; give a smaller --data-parallel-size. {ways_out}"
+            )
         raise ConfigError(
-            f"the state of sequences takes {_gib(state_bytes)}, temporaries {_gib(temporaries_bytes)}: {_gib(-free)} more than is free. "
-            "Lower --max-num-seqs, --max-penalty-slots, --max-num-batched-tokens or --max-model-len."
+            f"the state of sequences takes {_gib(state_bytes)}, temporaries {_gib(temporaries_bytes)}: {_gib(-free)} more than is free "
+            f"beside the model. {ways_out}"
         )
     if config.kv_cache_memory_bytes is None:
         return default

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import jax
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.engine.build import default_sampling_params, servable_eos_ids
+from jaxserve.engine.build import default_sampling_params, out_of_memory, servable_eos_ids
+from jaxserve.errors import ConfigError
 
 
 def test_defaults_come_from_the_generation_config(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,3 +39,13 @@ def test_defaults_come_from_the_generation_config(caplog: pytest.LogCaptureFixtu
 def test_end_tokens_outside_the_vocabulary_are_left_out() -> None:
     # A mask over the vocabulary is made of them: one past its end would fail the step.
     assert servable_eos_ids({7, 320, 2, -1, 319}, 320) == (2, 7, 319)
+
+
+def test_a_device_without_room_is_an_error_of_the_configuration() -> None:
+    """Which ends the server; any other trouble of a device is one to try again after."""
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 117440512 bytes.\nand so on"
+    told = pytest.raises(ConfigError, match=r"no room for the weights; take fewer\. It says: RESOURCE.*117440512 bytes\.$")
+    with told, out_of_memory("the weights; take fewer"):
+        raise jax.errors.JaxRuntimeError(said)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the link is down"), out_of_memory("the weights"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the link is down")
