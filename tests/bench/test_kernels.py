@@ -62,12 +62,14 @@ def test_tuning_keeps_what_is_faster_and_the_next_program_uses_it(root: Path, ca
     assert report["written to"] == str(path)
 
 
-def test_sizes_that_change_the_output_are_not_kept(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+@pytest.mark.parametrize("factor", [2.0, 1.03])
+def test_sizes_that_change_the_output_are_not_kept(monkeypatch: pytest.MonkeyPatch, root: Path, factor: float) -> None:
+    """Outputs are some tenths: 3 % of one are less than what an output of 1 may be off."""
     exact = xla._accumulate
 
     def wrong(state: xla._Softmax, scores: jax.Array, v: jax.Array) -> xla._Softmax:
         is_trial = tuning._trial is not None and any(size.get("rows") for size in tuning._trial.sizes.values())
-        return exact(state, scores, v + 1.0 if is_trial else v)
+        return exact(state, scores, v * factor if is_trial else v)
 
     monkeypatch.setattr(xla, "_accumulate", wrong)
     assert kernels.main(["--tune", "--layers", "1", "--implementation", "xla"], clock) == 0
