@@ -79,8 +79,10 @@ def run_level(engine: Engine, batch: int, *, input_len: int, output_len: int) ->
     """Measures one level on an engine that is warm."""
     _run(engine, batch, input_len, output_len, "warm")
     measured = _run(engine, batch, input_len, output_len, "measured")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # by default each call of Python is recorded, and the host several times as slow
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
+        with jax.profiler.trace(directory, profiler_options=options):
             traced = _run(engine, batch, input_len, min(output_len, 16), "traced")
         idle = device_idle_s(Path(directory))
     return Level(

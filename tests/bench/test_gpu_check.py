@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,10 @@ def test_tokens_count_from_the_step_after_the_last_first_token() -> None:
 def test_idle_time_is_shared_out_among_all_steps_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = Engine()
     monkeypatch.setattr(gpu_check_model, "device_idle_s", lambda directory: 0.012)
+    traced: list[Any] = []
+    monkeypatch.setattr(jax.profiler, "trace", lambda directory, profiler_options: traced.append(profiler_options) or nullcontext())
     assert gpu_check_model.run_level(engine, 2, input_len=3, output_len=3).gap_ms == pytest.approx(3.0)
+    assert traced[0].python_tracer_level == 0, "recording Python would make the host slow, and the device idle"
 
 
 def test_a_request_that_ends_with_an_error_is_no_fast_one() -> None:
