@@ -97,6 +97,16 @@ def test_a_route_that_does_not_run_is_wrong_and_the_others_are_checked(monkeypat
     assert speeds["xla"].microseconds is not None
 
 
+def test_calls_are_timed_behind_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for each look at the clock, whatever lies between: shared out among the calls and their layers."""
+    spec = kernels.TEST_SPECS[0]
+    seconds: Iterator[int] = iter(range(100))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: float(next(seconds)))
+    args = kernels.make_args(spec)
+    took = kernels._seconds_a_layer(lambda q, *_: q, args, num_repeats=2)
+    assert took == 1 / kernels.NUM_QUEUED / kernels.NUM_LAYERS
+
+
 def test_a_wrong_flag_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="that directory has no kernels"):
         gpu_check.main(["--tiny", "--prepared", str(tmp_path / "missing")])
