@@ -100,17 +100,18 @@ def sort_into_blocks(
     is_placed = jnp.broadcast_to((jnp.arange(num_all) < num_tokens)[:, None], expert.shape)
     if num_all_experts is not None:
         is_placed = is_placed & (expert >= 0) & (expert < num_experts)
-    flat = jnp.where(is_placed, expert, num_experts).reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    count = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)
-    num_expert_blocks = ((count + size - 1) // size)[:num_experts]
-    last_block = jnp.cumsum(num_expert_blocks)
-    first_row = jnp.append(last_block - num_expert_blocks, num_blocks) * size  # of what no expert here has, past the last row
-    first_copy = jnp.cumsum(count) - count
-    sorted_expert = flat[order]
-    row = first_row[sorted_expert] + jnp.arange(num_copies) - first_copy[sorted_expert]
-    place = jnp.full(num_blocks * size, NO_COPY, jnp.int32).at[row].set(order, mode="drop")
-    block_expert = jnp.minimum(jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right", method="compare_all"), num_experts - 1)
+    # Counted rather than sorted: a token wants an expert once, so its copy's place among that expert's is how many tokens before want it.
+    # On a GPU a sort is many launches, and XLA compiles the one of each layer anew.
+    ids = jnp.arange(num_experts)
+    is_wanted = ((expert[..., None] == ids[None, None]) & is_placed[..., None]).any(axis=1).astype(jnp.int32)
+    num_so_far = jnp.cumsum(is_wanted, axis=0)
+    num_expert_blocks = (num_so_far[-1] + size - 1) // size
+    last_block = jnp.where(ids[None] <= ids[:, None], num_expert_blocks[None], 0).sum(axis=1)  # one launch; a cumsum would be several
+    rows = ((last_block - num_expert_blocks) * size)[None] + num_so_far - is_wanted
+    row = jnp.take_along_axis(rows, jnp.clip(expert, 0, num_experts - 1), axis=1)
+    row = jnp.where(is_placed, row, num_blocks * size)  # past the last one: dropped
+    place = jnp.full(num_blocks * size, NO_COPY, jnp.int32).at[row.reshape(-1)].set(jnp.arange(num_copies, dtype=jnp.int32), mode="drop")
+    block_expert = jnp.minimum((last_block[None] <= jnp.arange(num_blocks)[:, None]).sum(axis=1), num_experts - 1)
     return Blocks(place, block_expert.astype(jnp.int32), last_block[-1], is_placed)
 
 
