@@ -78,6 +78,9 @@ def read_directory(path: Path) -> Source:
     if lost:
         raise CheckpointError(f"{path}: the index names tensors that its files do not hold: {listed(lost)}. Download the files again.")
     small_files = {name: (path / name).read_bytes() for name in SMALL_FILES if (path / name).is_file()}
+    objects = {name: read_json_object(path / name, what="complete") for name in small_files if name.endswith(".json")}
+    if "model" not in objects.get("tokenizer.json", {"model": None}):
+        raise CheckpointError(f"{path / 'tokenizer.json'} has no model: it is not a tokenizer. Download the file again.")
     if "tokenizer.json" not in small_files:
         small_files |= convert_tokenizer(path, config)
     notes = () if "tokenizer.json" in small_files else ("no tokenizer.json: text cannot be encoded, only token ids can be served",)

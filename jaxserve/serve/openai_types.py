@@ -27,10 +27,17 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "documents": ([],),
     "ec_transfer_params": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1.0, 1),
     "logprob_token_ids": ([],),
+    "lora_request": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "parallel_tool_calls": (True, False),
@@ -50,7 +57,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Fields that vLLM serves and jaxserve does not yet, with the values that ask for nothing (null never does)."""
+"""Fields that vLLM or OpenAI serve or served and jaxserve does not, with the values that ask for nothing (null never does)."""
 _CHAT_NOT_SERVED = {"chat_template": (), "echo": (False,)}
 _WHY_NOT = {"chat_template": "the model's own template is used, as a template is a program; chat_template_kwargs sets its variables"}
 

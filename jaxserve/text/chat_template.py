@@ -186,8 +186,8 @@ def _choose_template(tokenizer: Tokenizer, wanted: str | None, *, has_tools: boo
         return wanted
     has = f"it has {', '.join(sorted(templates))}" if templates else "it has none"
     raise InvalidRequest(
-        f"this model has no chat template named {name!r} ({has}); continue a text instead, or load a checkpoint that has one (in Python, "
-        "chat_template may be Jinja source).",
+        f"this model has no chat template named {name!r} ({has}); continue a text instead, or give it one: a server's --chat-template, or "
+        "the argument chat_template in Python.",
         param="chat_template",
     )
 

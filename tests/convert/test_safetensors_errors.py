@@ -219,6 +219,16 @@ def test_file_that_cannot_be_opened(source, monkeypatch):
     fails(source, r"source cannot be read: .*Permission denied: .*model\.safetensors")
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": ', ""])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_damaged_small_files(source, name, content):
+    (source / name).write_text(content)
+    if (name, content) in [("tokenizer_config.json", "{}"), ("generation_config.json", "{}")]:
+        convert(source, source.parent / "empty, but whole")
+    else:
+        fails(source, name)
+
+
 def test_unsupported_models(source):
     edit_config(source, architectures=["T5ForConditionalGeneration"])
     fails(source, "T5ForConditionalGeneration.*Supported architectures: .*LlamaForCausalLM")

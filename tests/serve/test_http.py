@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from jaxserve.config import ServerConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.serve.openai_types import ChatBody, CompletionBody
 
 
 def greedy(**options):
@@ -386,6 +388,18 @@ LARGE = {
     "many prompts": ("/v1/completions", {"prompt": ["x" * 200] * 1000, "max_tokens": 1}),
     "too many prompts": ("/v1/completions", {"prompt": ["x"] * 300_000}),
 }
+
+
+@pytest.mark.parametrize(
+    ("body", "least"), [(CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": [{"role": "user", "content": "x"}]})]
+)
+def test_what_is_not_served_is_refused_by_name(body, least):
+    for name, neutral in body.not_served.items():
+        with pytest.raises(InvalidRequest, match=f"{name} is not supported") as caught:
+            body.parse(json.dumps(least | {name: {"asked": "for"}}).encode())
+        assert caught.value.param == name
+        for value in (*neutral, None):
+            body.parse(json.dumps(least | {name: value}).encode())
 
 
 @pytest.mark.parametrize("name", LARGE)
