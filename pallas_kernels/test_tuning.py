@@ -75,6 +75,7 @@ def test_no_sizes_take_out_what_was_known() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"fastest": 3}', '{"sizes": []}', '{"sizes": {"fast": []}}', '{"sizes": {"fast": {"decode": 8}}}',
+     '{"sizes": {"fast": {"decode": {"tile": 0}}}}',
      '{"sizes": {"fast": {"decode": {"tile": "8"}}}}', '{"sizes": {"fast": {"decode": {"tile": 8.5}}}}'],
 )  # fmt: skip
 def test_a_damaged_file_is_an_error_that_names_it(root: Path, text: str) -> None:

@@ -137,10 +137,10 @@ def _read(operation: str, kind: str) -> dict[str, Any]:
 
 
 def _are_sizes(sizes: Any) -> bool:
-    """Whether these are whole numbers by implementation, shape class and field."""
+    """Whether these are whole numbers above 0, by implementation, shape class and field."""
     inner: list[Any] = [sizes]
     for _ in range(2):
         if not all(isinstance(each, dict) for each in inner):
             return False
         inner = [value for each in inner for value in each.values()]
-    return all(isinstance(each, dict) and all(type(value) is int for value in each.values()) for each in inner)
+    return all(isinstance(each, dict) and all(type(value) is int and value > 0 for value in each.values()) for each in inner)

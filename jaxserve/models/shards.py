@@ -58,6 +58,11 @@ def shard_spec(spec: ModelSpec, shards: Shards) -> ModelSpec:
     Raises:
         ConfigError: The model cannot be cut so; the message has the reason and the nearest sizes that work.
     """
+    if shards.has_expert_parallel and shards.count == 1:
+        raise ConfigError(
+            "enable_expert_parallel is set, but tensor_parallel_size is 1: experts are dealt out to several devices. Give a larger "
+            "--tensor-parallel-size, or leave out --enable-expert-parallel."
+        )
     if shards.has_expert_parallel and not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
         raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave out --enable-expert-parallel.")
     if (reason := _obstacle(spec, shards)) is not None:

@@ -124,7 +124,11 @@ def kv_budget(
         reason = "the default of 1 GiB" if free * count >= 4 * GIB else "a quarter of the free memory"
         default = Budget(min(CPU_DEFAULT_BYTES // count, free // 4), reason, free)
     else:
-        stats = device.memory_stats() or {}
+        stats = device.memory_stats()
+        if not stats:
+            raise ConfigError(
+                "the device does not tell how much of its memory is free, as under XLA_PYTHON_CLIENT_ALLOCATOR=platform. Unset it."
+            )
         free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
         default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves", free)
     if free <= 0:
@@ -307,4 +311,4 @@ def _write_remembered(path: Path, values: Mapping[str, int]) -> None:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size:,} bytes"

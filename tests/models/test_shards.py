@@ -93,6 +93,7 @@ def test_a_bias_is_added_once(golden: Callable[..., Any]) -> None:
         (MIXTRAL, Shards(4, True), "6 experts, which 4", "2, or leave out --enable-expert-parallel."),
         (MIXTRAL | {"intermediate_size": 98}, Shards(4, True), "6 experts, which 4", "--tensor-parallel-size 2."),
         (DENSE, Shards(2, True), "the model has no experts", "leave out --enable-expert-parallel."),
+        (MIXTRAL, Shards(1, True), "tensor_parallel_size is 1", "--tensor-parallel-size, or leave out --enable-expert-parallel."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(config: dict[str, Any], shards: Shards, reason: str, remedy: str) -> None:

@@ -142,6 +142,13 @@ def test_state_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert kv_budget(CONFIG, jax.devices("cpu")[0], state_bytes=6 * GIB).size_bytes == GIB // 2
 
 
+def test_a_device_that_does_not_tell_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = FakeGPU(limit=8 * GIB, in_use=4 * GIB)
+    monkeypatch.setattr(gpu, "memory_stats", lambda: None)
+    with pytest.raises(ConfigError, match="does not tell how much of its memory is free"):
+        kv_budget(CONFIG, gpu)
+
+
 def test_a_configured_size_is_used_and_must_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 8 * GIB)
     config = EngineConfig(model="m", kv_cache_memory_bytes=5 * GIB)
