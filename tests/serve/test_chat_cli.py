@@ -262,8 +262,10 @@ def test_a_model_in_process(checkpoint: Path, terminal: Any) -> None:
     chat.expect("weights.*programs.*> ")
     chat.type("hello\n")
     chat.expect("hello\r\n.+")
+    started = time.monotonic()
     chat.type("\x03")
     chat.expect(r"\[stopped\]\r\n> ")
+    assert time.monotonic() - started < 3, "the rest of the answer was not waited for"
     chat.type("more\n")
     chat.expect("more\r\n.+")
     chat.type("\x03")
