@@ -88,7 +88,7 @@ def block_size(num_tokens: int, top_k: int, num_experts: int, spare: int = 1) ->
 def sort_into_blocks(
     expert: Int32[Array, "T top_k"], num_tokens: Int32[Array, ""], num_experts: int, *, num_all_experts: int | None = None, spare: int = 1
 ) -> Blocks:
-    """Copies by expert, each expert's padded to whole blocks. `spare` is as for `block_size`.
+    """Copies by expert, each expert's padded to whole blocks. The experts of a token differ. `spare` is as for `block_size`.
 
     Tokens from `num_tokens` on are padding and get no rows, nor do copies for experts outside `[0, num_experts)`, which other devices have;
     `num_all_experts` counts those too.

@@ -126,9 +126,7 @@ def kv_budget(
     else:
         stats = device.memory_stats()
         if not stats:
-            raise ConfigError(
-                "the device does not tell how much of its memory is free, as under XLA_PYTHON_CLIENT_ALLOCATOR=platform. Unset it."
-            )
+            raise ConfigError("the device does not tell how much of its memory is free. If XLA_PYTHON_CLIENT_ALLOCATOR is set, unset it.")
         free = stats["bytes_limit"] - stats["bytes_in_use"] - state_bytes - temporaries_bytes
         default = Budget(free - GPU_RESERVE_BYTES, f"what gpu_memory_utilization {config.gpu_memory_utilization} leaves", free)
     if free <= 0:

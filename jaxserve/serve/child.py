@@ -111,7 +111,7 @@ class Child:
             self.process.terminate()
 
     def hurry(self) -> None:
-        """Asks a front end to end at once, whether it was asked to end before or not."""
+        """Asks it to end at once, whether it was asked to end before or not; one that does not know HURRY_SIGNAL is ended by it."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(HURRY_SIGNAL)
 
@@ -200,7 +200,7 @@ class Keeper:
             await self._child.stop(self.part.name, timeout_s)
 
     def hurry(self) -> None:
-        """Asks the child, a front end, to end at once, without waiting for it."""
+        """Asks the child to end at once, without waiting for it."""
         if self._child is not None:
             self._child.hurry()
 
